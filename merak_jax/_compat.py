@@ -1,0 +1,69 @@
+"""The one door to private JAX: each function here has a test, nothing else imports `jax._src`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax._src import api as _api
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import partial_eval as _partial_eval
+
+
+@contextlib.contextmanager
+def replaced_vjp(replacement: Callable) -> Iterator[Callable]:
+    """While active, every `jax.grad`, `jax.value_and_grad`, `jax.vjp` calls `replacement(original, fun, *primals, has_aux)`."""
+    original, public = _api.vjp, jax.vjp
+
+    def call(fun, *primals, has_aux=False, **_):
+        return replacement(original, fun, *primals, has_aux=has_aux)
+
+    _api.vjp = call
+    jax.vjp = call
+    try:
+        yield original
+    finally:
+        _api.vjp = original
+        jax.vjp = public
+
+
+def source_line(eqn) -> str:
+    """The user's `file:line (function)` that made an equation."""
+    return _source_info.summarize(eqn.source_info)
+
+
+def new_var(aval):
+    """A fresh jaxpr variable of abstract value `aval`."""
+    return _core.Var(aval)
+
+
+def remove_dead_equations(jaxpr, used_outputs: Sequence[bool]):
+    """`(jaxpr without dead equations and outputs, used_inputs)`; all inputs are kept in the jaxpr."""
+    new, used = _partial_eval.dce_jaxpr(jaxpr, list(used_outputs), instantiate=True)
+    return new, used
+
+
+def backend_initialised() -> bool:
+    """Whether a JAX device has been touched in this process."""
+    return _xla_bridge.backends_are_initialized()
+
+
+def no_debug_info():
+    """The debug info of a jaxpr that no Python function made."""
+    return _core.DebugInfo("merak_jax", "merak_jax", None, None)
+
+
+@contextlib.contextmanager
+def separate_trace_cache() -> Iterator[None]:
+    """Traces made inside are not shared with traces made outside: a jit that already ran is traced anew, and back."""
+    with set_xla_metadata(merak_trace="on"):
+        yield
+
+
+def sub_jaxprs(eqn) -> list:
+    """The jaxprs among an equation's parameters (bodies of loops, branches, custom rules)."""
+    return list(_core.jaxprs_in_params(eqn.params))

@@ -1,0 +1,1 @@
+"""From a loss jaxpr to blocks, stages and the dimensions that tensor parallelism splits."""

@@ -1,0 +1,273 @@
+"""Find chains of equal blocks: tandem repeats of unrolled layers, and scans over layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from merak_jax import _compat
+from merak_jax.partition.fingerprint import equation_numbers, same_literal
+from merak_jax.tracing.inline import inline, make_jaxpr
+from merak_jax.tracing.jaxprs import Atom, is_dropped, slice_program
+
+PARAMETER, BATCH, BOTH = 1, 2, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneSlot:
+    """One operand that differs per block: `values[k]` for block k, or `stack` with block k at `stack[k]`."""
+
+    values: tuple[Atom, ...] = ()
+    stack: Var | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """`length` equal blocks; `body` maps `[*carry, *lanes, *shared, *rows]` to the next carry.
+
+    `lane_prepare` maps the raw lane slots and `shared` to the lane operands of `body`: what depends on parameters only.
+    """
+
+    length: int
+    body: Jaxpr
+    num_carry: int
+    slots: tuple[LaneSlot, ...]
+    lane_prepare: Jaxpr
+    shared: tuple[Var, ...]
+    rows: tuple[Var, ...]
+    source: str
+
+    @property
+    def carry_avals(self) -> list:
+        return [v.aval for v in self.body.invars[:self.num_carry]]
+
+    def with_passing(self, avals: Sequence[Any]) -> Chain:
+        """The chain with values of these types handed through unchanged at the end of the carry."""
+        new = [_compat.new_var(aval) for aval in avals]
+        n, body = self.num_carry, self.body
+        body = make_jaxpr([], [*body.invars[:n], *new, *body.invars[n:]], [*body.outvars, *new], body.eqns)
+        return dataclasses.replace(self, body=body, num_carry=n + len(new))
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedChain:
+    """A chain and its place in the program: the carry's first values (None: zeros), where each value that is read
+    later stands in the last carry, and the equations that the chain covers."""
+
+    chain: Chain
+    initial: tuple[Atom | None, ...]
+    final: dict[Var, int]
+    covered: tuple[JaxprEqn, ...]
+
+
+def find_chains(program: Jaxpr, domain: Mapping[Var, int]) -> Iterator[PlacedChain]:
+    """Chains in the pipelined part of `program`, the one that covers most equations first."""
+    both = [e for e in program.eqns if any(domain[v] == BOTH for v in e.outvars if not is_dropped(v))]
+    used = {a for e in program.eqns for a in e.invars if isinstance(a, Var)}
+    used |= {a for a in program.outvars if isinstance(a, Var)}
+    found: list[tuple[int, Any]] = []
+    for eqn in both:
+        if eqn.primitive.name == "scan":
+            placed = _scan_as_chain(eqn, domain, used)
+            if placed is not None and placed.chain.length >= 2:
+                found.append((placed.chain.length * len(placed.chain.body.eqns), lambda placed=placed: iter([placed])))
+    for start, period, repeats, slack in _tandem_repeats(both, domain):
+        found.append((repeats * period, lambda a=(start, period, repeats, slack): _cuts_of_repeat(program, both, domain, *a)))
+    for _, make in sorted(found, key=lambda f: -f[0]):
+        yield from make()
+
+
+def _tandem_repeats(both: Sequence[JaxprEqn], domain) -> Iterator[tuple[int, int, int, int]]:
+    """`(start, period, repeats, slack)` of runs of equations that equal those one period later, up to renaming."""
+    shape = np.array(equation_numbers(both, domain), dtype=np.int64)
+    n = len(shape)
+    best = 0
+    for period in range(1, n // 2 + 1):
+        equal = shape[:-period] == shape[period:]
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], equal.view(np.int8), [0]])))
+        for first, stop in zip(edges[::2], edges[1::2]):
+            length = int(stop - first) + period
+            repeats = length // period
+            # Small repeats inside a block are not worth a look once a longer chain is known.
+            if repeats >= 2 and repeats * period * 4 >= best:
+                best = max(best, repeats * period)
+                yield int(first), period, repeats, length - repeats * period
+
+
+def _cuts_of_repeat(program, both, domain, start, period, repeats, slack) -> Iterator[PlacedChain]:
+    """The cut points of a tandem repeat, those with the fewest live bytes first."""
+    uses: dict[Var, int] = {a: i for i, e in enumerate(both) for a in e.invars if isinstance(a, Var)}
+    uses.update({a: len(both) for a in program.outvars if isinstance(a, Var)})
+
+    def live_bytes(phase: int) -> int:
+        cut = start + phase + period
+        return sum(_bytes(v) for e in both[start + phase:cut] for v in e.outvars
+                   if not is_dropped(v) and uses.get(v, -1) >= cut)
+
+    for phase in sorted(range(slack + 1), key=lambda p: (live_bytes(p), p)):
+        placed = _repeat_as_chain(program, both, domain, start + phase, period, repeats)
+        if placed is not None:
+            yield placed
+
+
+def _bytes(var: Var) -> int:
+    return int(np.prod(var.aval.shape)) * getattr(var.aval.dtype, "itemsize", 8)
+
+
+def _repeat_as_chain(program, both, domain, start, period, repeats):
+    """The chain made of equal segments, or None if their wiring differs."""
+    segments = [both[start + k * period:start + (k + 1) * period] for k in range(repeats)]
+    where: dict[Var, tuple[int, int, int]] = {
+        v: (k, j, o) for k, segment in enumerate(segments) for j, e in enumerate(segment)
+        for o, v in enumerate(e.outvars) if not is_dropped(v)}
+    carry_init: dict[Any, Var] = {}       # (j, o) of the previous block, or a passed-through Var -> initial value
+    carry_in: dict[Any, Var] = {}
+    lanes: dict[tuple, Var] = {}
+    shared: dict[Var, None] = {}
+    rows: dict[Var, None] = {}
+    rename: dict[Var, Var] = {}
+    body_eqns = []
+
+    def carry(key, init):
+        if key in carry_init and carry_init[key] is not init:
+            raise _Mismatch
+        carry_init[key] = init
+        return carry_in.setdefault(key, _compat.new_var(init.aval))
+
+    def operand(j, i):
+        atoms = [segment[j].invars[i] for segment in segments]
+        places = [where.get(a) if isinstance(a, Var) else None for a in atoms]
+        if all(p is not None and p[0] == k for k, p in enumerate(places)):
+            if len({p[1:] for p in places}) != 1:
+                raise _Mismatch
+            return rename[atoms[1]]
+        if all(p is not None and p[0] == k - 1 for k, p in enumerate(places) if k > 0):
+            if len({p[1:] for p in places[1:]}) != 1 or places[0] is not None or not isinstance(atoms[0], Var):
+                raise _Mismatch
+            if domain[atoms[0]] != BOTH:
+                raise _Mismatch
+            return carry(places[1][1:], atoms[0])
+        if any(p is not None for p in places):
+            raise _Mismatch
+        first = atoms[0]
+        if all(isinstance(a, Literal) for a in atoms):
+            if all(same_literal(first, a) for a in atoms):
+                return first
+        elif any(isinstance(a, Literal) for a in atoms):
+            raise _Mismatch
+        elif all(a is first for a in atoms):
+            if domain[first] == BOTH:
+                return carry(first, first)
+            (rows if domain[first] & BATCH else shared).setdefault(first)
+            return first
+        elif any(domain[a] & BATCH for a in atoms):
+            raise _Mismatch
+        key = tuple(a if isinstance(a, Var) else id(a) for a in atoms)
+        if key not in lanes:
+            lanes[key] = (_compat.new_var(first.aval), tuple(atoms))
+        return lanes[key][0]
+
+    try:
+        for j, eqn in enumerate(segments[1]):
+            operands = [operand(j, i) for i in range(len(eqn.invars))]
+            outvars = []
+            for v in eqn.outvars:
+                new = _compat.new_var(v.aval)
+                if not is_dropped(v):
+                    rename[v] = new
+                outvars.append(new)
+            body_eqns.append(eqn.replace(invars=operands, outvars=outvars))
+    except _Mismatch:
+        return None
+    inside = set(where)
+    later = [a for e in both[start + repeats * period:] for a in e.invars] + list(program.outvars)
+    final: dict[Var, int] = {}
+    extra: dict[tuple[int, int], Var] = {}
+    for atom in later:
+        if isinstance(atom, Var) and atom in inside:
+            k, j, o = where[atom]
+            if k != repeats - 1:
+                return None
+            if (j, o) not in carry_init:
+                extra[(j, o)] = atom
+    keys = list(carry_init)
+    positions = {key: n for n, key in enumerate(keys)}
+    out = [rename[segments[1][key[0]].outvars[key[1]]] if isinstance(key, tuple) else carry_in[key] for key in keys]
+    invars = [carry_in[key] for key in keys]
+    initial: list[Any] = [carry_init[key] for key in keys]
+    for (j, o), atom in extra.items():
+        # Read after the last block only: its place in the carry starts as zeros.
+        positions[(j, o)] = len(invars)
+        invars.append(_compat.new_var(atom.aval))
+        out.append(rename[segments[1][j].outvars[o]])
+        initial.append(None)
+    for atom in later:
+        if isinstance(atom, Var) and atom in inside:
+            final[atom] = positions[where[atom][1:]]
+    for key in keys:
+        if isinstance(key, Var):
+            final[key] = positions[key]
+    lane_vars = [v for v, _ in lanes.values()]
+    slots = tuple(LaneSlot(values=atoms) for _, atoms in lanes.values())
+    body = make_jaxpr([], [*invars, *lane_vars, *shared, *rows], out, body_eqns)
+    identity = make_jaxpr([], [*lane_vars, *shared], lane_vars, [])
+    chain = Chain(repeats, body, len(invars), slots, identity, tuple(shared), tuple(rows),
+                  _compat.source_line(segments[0][0]))
+    return PlacedChain(chain, tuple(initial), final, tuple(e for segment in segments for e in segment))
+
+
+class _Mismatch(Exception):
+    """Two blocks are wired differently."""
+
+
+def _scan_as_chain(eqn: JaxprEqn, domain, used) -> PlacedChain | None:
+    """A `scan` over layers as a chain: its body is the block, its `xs` that depend on parameters are the lanes."""
+    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, init, xs = (eqn.invars[:num_consts], eqn.invars[num_consts:num_consts + num_carry],
+                        eqn.invars[num_consts + num_carry:])
+
+    def depends(atom):
+        return domain[atom] if isinstance(atom, Var) else 0
+
+    over_layers = any(depends(a) == BOTH for a in init) and any(depends(x) & PARAMETER for x in xs)
+    cuttable = (not eqn.params["reverse"] and not any(depends(x) & BATCH for x in xs)
+                and not any(y in used for y in eqn.outvars[num_carry:]) and not any(depends(c) == BOTH for c in consts))
+    inner = inline(eqn.params["jaxpr"])
+    if not over_layers or not cuttable or inner.consts:
+        return None
+    jaxpr = inner.jaxpr
+    carry_vars = jaxpr.invars[num_consts:num_consts + num_carry]
+    lane_vars = jaxpr.invars[num_consts + num_carry:]
+    substitution: dict[Var, Atom] = dict(zip(jaxpr.invars[:num_consts], consts))
+
+    def read(atom):
+        return substitution.get(atom, atom) if isinstance(atom, Var) else atom
+
+    eqns = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns]
+    outvars = [read(a) for a in jaxpr.outvars[:num_carry]]
+    rows = [c for c in dict.fromkeys(consts) if isinstance(c, Var) and domain[c] & BATCH]
+    shared = [c for c in dict.fromkeys(consts) if isinstance(c, Var) and not domain[c] & BATCH]
+    # What depends on lanes and shared values only is prepared once per step, outside the loops.
+    varying: set[Var] = {*carry_vars, *rows}
+    on_lanes: set[Var] = set(lane_vars)
+    body_eqns = []
+    for e in eqns:
+        atoms = {a for a in e.invars if isinstance(a, Var)}
+        if not atoms & varying and atoms & on_lanes and not e.effects:
+            on_lanes.update(e.outvars)
+            continue
+        if atoms & varying or e.effects:
+            varying.update(e.outvars)
+        body_eqns.append(e)
+    wanted = {a for e in body_eqns for a in e.invars if isinstance(a, Var)} | {a for a in outvars if isinstance(a, Var)}
+    lane_out = [v for v in [*lane_vars, *(v for e in eqns for v in e.outvars)] if v in on_lanes and v in wanted]
+    body = make_jaxpr([], [*carry_vars, *lane_out, *shared, *rows], outvars, body_eqns)
+    prepare = slice_program(eqns, [*lane_vars, *shared], lane_out)
+    chain = Chain(eqn.params["length"], body, num_carry, tuple(LaneSlot(stack=x) for x in xs), prepare,
+                  tuple(shared), tuple(rows), _compat.source_line(eqn))
+    final = {v: n for n, v in enumerate(eqn.outvars[:num_carry]) if not is_dropped(v)}
+    return PlacedChain(chain, tuple(init), final, (eqn,))

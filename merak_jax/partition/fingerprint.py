@@ -1,0 +1,77 @@
+"""Compare equations up to renaming: the shape of an equation is its primitive, parameters and types, not its operands' names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+_NOT_MEANING = frozenset({"debug_info", "name", "ctx_mesh", "compiler_options_kvs"})
+
+
+def parameter_shape(value: Any) -> Any:
+    """A hashable form of an equation parameter; callables count by name, jaxprs by their equations."""
+    if isinstance(value, ClosedJaxpr):
+        return ("closed", parameter_shape(value.jaxpr), tuple(_constant(c) for c in value.consts))
+    if isinstance(value, Jaxpr):
+        return jaxpr_shape(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(parameter_shape(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, parameter_shape(v)) for k, v in sorted(value.items(), key=lambda kv: str(kv[0])))
+    if isinstance(value, np.ndarray):
+        return _constant(value)
+    if callable(value) and not isinstance(value, type):
+        return ("callable", getattr(value, "__qualname__", None) or type(value).__qualname__)
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def _constant(value: Any) -> Any:
+    if getattr(value, "size", 1 << 20) <= 1 << 16 and isinstance(value, np.ndarray):
+        return (value.shape, str(value.dtype), value.tobytes())
+    return ("constant", id(value))
+
+
+def jaxpr_shape(jaxpr: Jaxpr) -> Any:
+    """A jaxpr up to the names of its variables; literals count by value."""
+    number: dict[Var, int] = {}
+
+    def name(atom):
+        if isinstance(atom, Literal):
+            return ("literal", str(atom.aval), np.asarray(atom.val).tobytes())
+        return number.setdefault(atom, len(number))
+
+    inputs = tuple((name(v), str(v.aval)) for v in [*jaxpr.constvars, *jaxpr.invars])
+    body = tuple((equation_shape(e), tuple(name(a) for a in e.invars), tuple(name(v) for v in e.outvars)) for e in jaxpr.eqns)
+    return (inputs, body, tuple(name(a) for a in jaxpr.outvars))
+
+
+def equation_shape(eqn: JaxprEqn) -> Any:
+    """Primitive, parameters and types of an equation: hashable, equal for equations that do the same work."""
+    params = tuple((k, parameter_shape(v)) for k, v in sorted(eqn.params.items()) if k not in _NOT_MEANING)
+    return (eqn.primitive.name, params, tuple(_type(a) for a in eqn.invars), tuple(_type(v) for v in eqn.outvars))
+
+
+def _type(atom: Any) -> Any:
+    return (atom.aval.shape, str(atom.aval.dtype)) if hasattr(atom.aval, "shape") else str(atom.aval)
+
+
+def same_literal(a: Literal, b: Literal) -> bool:
+    """Whether two literals have the same type and bits."""
+    return a.aval == b.aval and np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
+
+
+def equation_numbers(eqns: Sequence[JaxprEqn], domain: Mapping[Var, int]) -> list[int]:
+    """A number per equation, equal where the shape and the operands' dependence (literal, parameters, rows, both) are equal."""
+    numbers: dict[Any, int] = {}
+    result = []
+    for eqn in eqns:
+        kinds = tuple(-1 if isinstance(a, Literal) else domain[a] if domain[a] & 2 else 0 for a in eqn.invars)
+        result.append(numbers.setdefault((equation_shape(eqn), kinds), len(numbers)))
+    return result

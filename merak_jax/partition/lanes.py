@@ -1,0 +1,86 @@
+"""Lanes: block k of a chain is lane k, stored at `[stage, index]` of a packed array `[P, N, ...]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneLayout:
+    """Where each block stands: stage s holds `counts[s]` consecutive blocks; N is the largest count, padding is zeros."""
+
+    counts: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.counts)
+
+    @property
+    def num_lanes(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def depth(self) -> int:
+        return max(1, *self.counts)
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """`(stage, index)` of each lane."""
+        return tuple((s, i) for s, n in enumerate(self.counts) for i in range(n))
+
+    @functools.cached_property
+    def valid(self) -> np.ndarray:
+        """bool [P, N]: which places hold a block."""
+        return np.arange(self.depth)[None, :] < np.asarray(self.counts)[:, None]
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self.valid.all())
+
+    def mask(self, ndim: int) -> np.ndarray:
+        """`valid` with trailing axes, to broadcast against a packed array of `ndim` dimensions."""
+        return self.valid.reshape(self.valid.shape + (1,) * (ndim - 2))
+
+    def pack(self, values: Sequence[Any]) -> Any:
+        """Lane values `[...]`, one per block, as one array `[P, N, ...]`."""
+        if all(isinstance(v, (np.ndarray, np.generic, bool, int, float)) for v in values):
+            return self.pack_stack(np.stack([np.asarray(v) for v in values]))
+        return self.pack_stack(jnp.stack(list(values)))
+
+    def pack_stack(self, stack: Any) -> Any:
+        """`[L, ...]` as `[P, N, ...]`."""
+        shape = (self.num_stages, self.depth, *stack.shape[1:])
+        if self.is_full:
+            return stack.reshape(shape)
+        source = np.zeros(self.valid.shape, np.int32)
+        for lane, place in enumerate(self.places):
+            source[place] = lane
+        taken = stack[source]
+        if jnp.issubdtype(taken.dtype, jax.dtypes.prng_key):
+            return taken
+        return jnp.where(self.mask(taken.ndim), taken, jnp.zeros((), taken.dtype))
+
+    def unpack(self, packed: Any, lane: int) -> Any:
+        """The value of one lane."""
+        stage, index = self.places[lane]
+        return packed[stage, index]
+
+    def unpack_stack(self, packed: Any) -> Any:
+        """`[P, N, ...]` as `[L, ...]`."""
+        flat = packed.reshape((-1, *packed.shape[2:]))
+        if self.is_full:
+            return flat
+        return flat[np.array([s * self.depth + i for s, i in self.places])]
+
+
+def even_counts(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Blocks per stage, as equal as possible, the longer stages first."""
+    base, rest = divmod(num_blocks, num_stages)
+    return tuple(base + (s < rest) for s in range(num_stages))

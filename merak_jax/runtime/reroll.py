@@ -1,0 +1,337 @@
+"""Run a flat jaxpr with what is the same for every block done once, batched over `[P, N]`: the re-rolled update."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from merak_jax.partition.fingerprint import equation_shape, same_literal
+from merak_jax.partition.lanes import LaneLayout
+from merak_jax.tracing.jaxprs import Atom, defining_equations, evaluate_equation
+
+ELEMENTWISE = frozenset("""
+abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div eq erf
+erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
+nextafter not or pow real reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh
+xor""".split())
+
+_FOLDS: dict[str, Callable] = {"add": jnp.sum, "add_any": jnp.sum, "mul": jnp.prod, "max": jnp.max, "min": jnp.min,
+                               "and": jnp.all, "or": jnp.any}
+_STACK_FOLDS: dict[str, Callable] = {"reduce_sum": jnp.sum, "reduce_prod": jnp.prod, "reduce_max": jnp.max,
+                                     "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
+
+
+class RerollWarning(UserWarning):
+    """A value per block could not be computed for all blocks at once; it runs block by block, correct and slower."""
+
+
+class Rerolled:
+    """A flat jaxpr (no constants) whose inputs may be lanes (L variables, one per block) or stacks (one `[L, ...]` variable).
+
+    Lane groups and stacks are given packed, `[P, N, ...]`; results can be asked for packed or whole.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, lanes: Sequence[tuple[Var, ...]], stacks: Sequence[Var], layout: LaneLayout):
+        self.jaxpr, self.layout = jaxpr, layout
+        self.lanes, self.stacks = [tuple(group) for group in lanes], list(stacks)
+        self.defined = defining_equations(jaxpr.eqns)
+        self.group_of = {group: n for n, group in enumerate(self.lanes)}
+        self.lane_of_leaf = {v: (n, k) for n, group in enumerate(self.lanes) for k, v in enumerate(group)}
+        self.shapes = [equation_shape(e) for e in jaxpr.eqns]
+        self.uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, Var))
+        self.uses.update(a for a in jaxpr.outvars if isinstance(a, Var))
+        self._sign()
+        self._find_stacked()
+
+    def _sign(self) -> None:
+        """Number each value that depends on one lane, so that the same value of other lanes has the same number."""
+        numbers: dict[Any, int] = {}
+        self.signature: dict[Var, tuple[int, int]] = {
+            v: (numbers.setdefault(("leaf", n), len(numbers)), k) for v, (n, k) in self.lane_of_leaf.items()}
+        for eqn, shape in zip(self.jaxpr.eqns, self.shapes):
+            operands = [self.signature.get(a) if isinstance(a, Var) else None for a in eqn.invars]
+            touched = {s[1] for s in operands if s is not None}
+            if len(touched) != 1:
+                continue
+            lane = touched.pop()
+            key = (shape, tuple(("lane", s[0]) if s is not None else _identity(a) for a, s in zip(eqn.invars, operands)))
+            for o, v in enumerate(eqn.outvars):
+                self.signature[v] = (numbers.setdefault((key, o), len(numbers)), lane)
+
+    def _find_stacked(self) -> None:
+        """Which variables keep the leading `[L]` of a stack, so that they can stay packed."""
+        self.stacked = set(self.stacks)
+        for eqn in self.jaxpr.eqns:
+            if any(a in self.stacked for a in eqn.invars if isinstance(a, Var)) and self._keeps_stack(eqn):
+                self.stacked.update(eqn.outvars)
+
+    def _keeps_stack(self, eqn: JaxprEqn) -> bool:
+        name = eqn.primitive.name
+        if name in ELEMENTWISE:
+            out = eqn.outvars[0].aval.shape
+            return all(a.aval.shape in ((), out) for a in eqn.invars)
+        if name in _STACK_FOLDS:
+            return 0 not in eqn.params["axes"]
+        if name == "broadcast_in_dim":
+            dims = eqn.params["broadcast_dimensions"]
+            return len(eqn.invars) == 1 and bool(dims) and dims[0] == 0
+        return False
+
+    def start(self, lanes: Sequence[Any], stacks: Sequence[Any], whole: Mapping[Var, Any]) -> Evaluation:
+        """Begin an evaluation: packed arrays for the lane groups and stacks, values for all other inputs."""
+        return Evaluation(self, lanes, stacks, whole)
+
+
+def _identity(atom: Atom) -> Any:
+    return (str(atom.aval), np.asarray(atom.val).tobytes()) if isinstance(atom, Literal) else atom
+
+
+class Evaluation:
+    """Values of one run, computed when asked for and kept."""
+
+    def __init__(self, program: Rerolled, lanes, stacks, whole):
+        self.program, self.layout = program, program.layout
+        self._lane_values: dict[tuple, tuple[Any, bool]] = {
+            group: (value, True) for group, value in zip(program.lanes, lanes)}
+        self._stack_values = dict(zip(program.stacks, stacks))
+        self._whole = dict(whole)
+
+    def whole(self, atom: Atom) -> Any:
+        """The value of one variable, whole."""
+        with _deep_recursion():
+            return self._full(atom)
+
+    def packed(self, atoms: Sequence[Atom]) -> Any:
+        """The values of one variable per lane, as `[P, N, ...]`."""
+        with _deep_recursion():
+            return self._as_packed(*self._lane(tuple(atoms)), atoms[0])
+
+    def packed_stack(self, atom: Atom) -> Any:
+        """The value `[L, ...]` of one variable, as `[P, N, ...]`."""
+        with _deep_recursion():
+            return self._stack(atom)
+
+    # One value per lane.
+
+    def _as_packed(self, value, is_lane, atom) -> Any:
+        if is_lane:
+            return value
+        shape = (self.layout.num_stages, self.layout.depth, *np.shape(value))
+        return jnp.broadcast_to(jnp.asarray(value, atom.aval.dtype) if isinstance(atom, Literal) else value, shape)
+
+    def _lane(self, atoms: tuple[Atom, ...]) -> tuple[Any, bool]:
+        """`(value, whether it has the [P, N] axes)`."""
+        first = atoms[0]
+        if all(a is first for a in atoms):
+            return self._full(first), False
+        if all(isinstance(a, Literal) for a in atoms):
+            if all(same_literal(first, a) for a in atoms):
+                return first.val, False
+            return self.layout.pack([np.asarray(a.val, first.aval.dtype) for a in atoms]), True
+        if any(isinstance(a, Literal) for a in atoms):
+            return self._one_by_one(atoms), True
+        if atoms not in self._lane_values:
+            self._compute_lane(atoms)
+        return self._lane_values[atoms]
+
+    def _compute_lane(self, atoms: tuple[Var, ...]) -> None:
+        program = self.program
+        sources = [program.defined.get(a) for a in atoms]
+        alike = not any(s is None for s in sources) and len({s[1] for s in sources}) == 1 and len(
+            {program.shapes[s[0]] for s in sources}) == 1 and len({s[0] for s in sources}) == len(sources)
+        if not alike:
+            self._lane_values[atoms] = (self._one_by_one(atoms), True)
+            return
+        eqns = [program.jaxpr.eqns[s[0]] for s in sources]
+        operands = [self._lane(column) for column in zip(*(e.invars for e in eqns))]
+        results = _batched(eqns[0], operands)
+        is_lane = any(lane for _, lane in operands)
+        for outvars, value in zip(zip(*(e.outvars for e in eqns)), results):
+            self._lane_values[outvars] = (value, is_lane)
+
+    def _one_by_one(self, atoms) -> Any:
+        warnings.warn(f"a value {atoms[0].aval.str_short()} of each block is computed block by block, which is slower",
+                      RerollWarning, stacklevel=2)
+        return self.layout.pack([self._full(a) for a in atoms])
+
+    # Whole values.
+
+    def _full(self, atom: Atom) -> Any:
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom not in self._whole:
+            self._compute_full(atom)
+        return self._whole[atom]
+
+    def _compute_full(self, var: Var) -> None:
+        program = self.program
+        if var in program.lane_of_leaf:
+            group, lane = program.lane_of_leaf[var]
+            self._whole[var] = self.layout.unpack(self._lane_values[program.lanes[group]][0], lane)
+            return
+        if var in program.stacked:
+            self._whole[var] = self.layout.unpack_stack(self._stack(var))
+            return
+        eqn = program.jaxpr.eqns[program.defined[var][0]]
+        name = eqn.primitive.name
+        if name in _FOLDS and self._fold(eqn):
+            return
+        if name in _STACK_FOLDS and eqn.invars[0] in program.stacked:
+            packed = self._stack(eqn.invars[0])
+            axes = (0, 1, *(a + 1 for a in eqn.params["axes"] if a != 0))
+            value = _STACK_FOLDS[name](self._neutral(packed, name.removeprefix("reduce_")), axis=axes)
+            self._whole[var] = value.astype(var.aval.dtype)
+            return
+        results = evaluate_equation(eqn, [self._full(a) for a in eqn.invars])
+        self._whole.update(zip(eqn.outvars, results))
+
+    def _fold(self, eqn: JaxprEqn) -> bool:
+        """A chain of the same associative operation over lanes (a global norm): terms of one kind are folded at once."""
+        program, name = self.program, eqn.primitive.name
+        terms, pending = [], [eqn]
+        while pending:
+            for a in pending.pop().invars:
+                source = program.defined.get(a) if isinstance(a, Var) else None
+                inner = program.jaxpr.eqns[source[0]] if source is not None else None
+                single = inner is not None and inner.primitive.name == name and program.uses[a] == 1
+                if single and inner.outvars[0].aval == eqn.outvars[0].aval and a not in program.signature:
+                    pending.append(inner)
+                else:
+                    terms.append(a)
+        if len(terms) < 3:
+            return False
+        by_kind: dict[int, dict[int, list[Var]]] = {}
+        rest = []
+        for a in terms:
+            signature = program.signature.get(a) if isinstance(a, Var) else None
+            if signature is None:
+                rest.append(a)
+            else:
+                by_kind.setdefault(signature[0], {}).setdefault(signature[1], []).append(a)
+        value = None
+        lanes = range(self.layout.num_lanes)
+
+        def combine(new):
+            nonlocal value
+            value = new if value is None else _batched(eqn, [(value, False), (new, False)])[0]
+
+        for per_lane in by_kind.values():
+            if set(per_lane) != set(lanes) or len({len(v) for v in per_lane.values()}) != 1:
+                rest.extend(a for group in per_lane.values() for a in group)
+                continue
+            for column in zip(*(per_lane[k] for k in lanes)):
+                packed = self._as_packed(*self._lane(column), column[0])
+                folded = _FOLDS[name](self._neutral(packed, name), axis=(0, 1))
+                combine(folded.astype(eqn.outvars[0].aval.dtype))
+        for a in rest:
+            combine(self._full(a))
+        self._whole[eqn.outvars[0]] = value
+        return True
+
+    def _neutral(self, packed, name: str) -> Any:
+        """`packed` with the padding replaced by what does not change the fold."""
+        if self.layout.is_full:
+            return packed
+        dtype = packed.dtype
+        low, high = ((False, True) if dtype == jnp.bool_ else (-np.inf, np.inf) if jnp.issubdtype(dtype, jnp.inexact)
+                     else (np.iinfo(dtype).min, np.iinfo(dtype).max))
+        neutral = {"sum": 0, "add": 0, "add_any": 0, "prod": 1, "mul": 1, "max": low, "min": high, "and": True, "or": False}
+        return jnp.where(self.layout.mask(packed.ndim), packed, jnp.asarray(neutral[name], dtype))
+
+    # Stacks `[L, ...]`, packed.
+
+    def _stack(self, atom: Atom) -> Any:
+        program = self.program
+        if not isinstance(atom, Var) or atom not in program.stacked:
+            return self._spread(atom)
+        if atom not in self._stack_values:
+            eqn = program.jaxpr.eqns[program.defined[atom][0]]
+            name, params = eqn.primitive.name, eqn.params
+            lead = (self.layout.num_stages, self.layout.depth)
+            if name in _STACK_FOLDS:
+                axes = tuple(a + 1 for a in params["axes"])
+                value = _STACK_FOLDS[name](self._stack(eqn.invars[0]), axis=axes).astype(atom.aval.dtype)
+            elif name == "broadcast_in_dim":
+                dims = (0, 1, *(d + 1 for d in params["broadcast_dimensions"][1:]))
+                value = lax.broadcast_in_dim(self._stack(eqn.invars[0]), (*lead, *params["shape"][1:]), dims)
+            else:
+                operands = [self._full(a) if a.aval.shape == () else self._stack(a) for a in eqn.invars]
+                if any(np.shape(o) == () for o in operands) and name not in ("select_n", "clamp", "convert_element_type"):
+                    shape = (*lead, *atom.aval.shape[1:])
+                    operands = [jnp.broadcast_to(jnp.asarray(o, a.aval.dtype), shape) for o, a in zip(operands, eqn.invars)]
+                value = evaluate_equation(eqn, operands)[0]
+            self._stack_values[atom] = value
+        return self._stack_values[atom]
+
+    def _spread(self, atom: Atom) -> Any:
+        """A value that is not made from a stack, packed; a spread scalar stays a scalar until it is needed."""
+        source = self.program.defined.get(atom) if isinstance(atom, Var) else None
+        if source is not None:
+            eqn = self.program.jaxpr.eqns[source[0]]
+            if eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape == ():
+                shape = (self.layout.num_stages, self.layout.depth, *atom.aval.shape[1:])
+                return jnp.broadcast_to(jnp.asarray(self._full(eqn.invars[0]), atom.aval.dtype), shape)
+        return self.layout.pack_stack(self._full(atom))
+
+
+def _batched(eqn: JaxprEqn, operands: Sequence[tuple[Any, bool]]) -> list[Any]:
+    """One equation, vectorised over the `[P, N]` axes of the operands that have them."""
+    if not any(lane for _, lane in operands):
+        return evaluate_equation(eqn, [value for value, _ in operands])
+
+    def run(*lanes):
+        feed = iter(lanes)
+        return evaluate_equation(eqn, [next(feed) if lane else value for value, lane in operands])
+
+    return jax.vmap(jax.vmap(run))(*(value for value, lane in operands if lane))
+
+
+@contextmanager
+def _deep_recursion():
+    """A value may hang on a chain of thousands of equations."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, 100_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def lane_leaves(jaxpr: Jaxpr, groups: Sequence[tuple[Atom, ...]]) -> list[tuple[Var, ...]]:
+    """The input tuples `(one input per lane)` that `groups` are made of, found by walking all lanes back in step."""
+    defined = defining_equations(jaxpr.eqns)
+    shapes: dict[int, Any] = {}
+
+    def shape(index):
+        if index not in shapes:
+            shapes[index] = equation_shape(jaxpr.eqns[index])
+        return shapes[index]
+
+    inputs = set(jaxpr.invars)
+    found: dict[tuple[Var, ...], None] = {}
+    seen: set[tuple] = set()
+    pending = [tuple(g) for g in groups]
+    while pending:
+        atoms = pending.pop()
+        if not all(isinstance(a, Var) for a in atoms) or atoms in seen or len(set(atoms)) != len(atoms):
+            continue
+        seen.add(atoms)
+        if all(a in inputs for a in atoms):
+            found.setdefault(atoms)
+            continue
+        sources = [defined.get(a) for a in atoms]
+        if any(s is None for s in sources):
+            continue
+        if len({s[1] for s in sources}) == 1 and all(shape(s[0]) == shape(sources[0][0]) for s in sources[1:]):
+            pending.extend(zip(*(jaxpr.eqns[s[0]].invars for s in sources)))
+    return list(found)

@@ -1,0 +1,88 @@
+"""Find the user's gradient call: while tracing, each `vjp` becomes one `loss_and_grad` equation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Primitive
+
+from merak_jax import _compat
+from merak_jax.errors import GradientCallError
+
+loss_and_grad_p = Primitive("loss_and_grad")
+loss_and_grad_p.multiple_results = True
+
+
+def loss_and_grad_avals(jaxpr: ClosedJaxpr, num_constants: int) -> list:
+    """Abstract results `[loss, *aux, *gradients]` of the equation; operands are `[*constants, *differentiated]`."""
+    return [*jaxpr.out_avals, *jaxpr.in_avals[num_constants:]]
+
+
+@loss_and_grad_p.def_abstract_eval
+def _abstract(*_, jaxpr: ClosedJaxpr, num_constants: int):
+    return loss_and_grad_avals(jaxpr, num_constants)
+
+
+@contextlib.contextmanager
+def captured_gradient_calls() -> Iterator[None]:
+    """While active, `jax.grad` and its relatives record a `loss_and_grad` equation, however they were imported.
+
+    A gradient taken inside the loss (a gradient penalty) is left as it is.
+    """
+    inside_loss = False
+
+    def replacement(original, fun, *primals, has_aux):
+        nonlocal inside_loss
+        if inside_loss:
+            return original(fun, *primals, has_aux=has_aux)
+        leaves, tree = jax.tree.flatten(primals)
+        leaves = [x if isinstance(x, jax.core.Tracer) else jnp.asarray(x) for x in leaves]
+
+        def flat_loss(*flat):
+            out = fun(*jax.tree.unflatten(tree, flat))
+            return out if has_aux else (out, ())
+
+        inside_loss = True
+        try:
+            closed, shapes = jax.make_jaxpr(flat_loss, return_shape=True)(*leaves)
+        finally:
+            inside_loss = False
+        loss_shape, aux_shape = shapes
+        if len(jax.tree.leaves(loss_shape)) != 1 or jax.tree.leaves(loss_shape)[0].shape != ():
+            raise GradientCallError(
+                f"the differentiated function must return one scalar, got {loss_shape}; "
+                "use jax.grad on a scalar loss")
+        constants = list(closed.consts)
+        converted = _constants_first(closed)
+        results = loss_and_grad_p.bind(*constants, *leaves, jaxpr=converted, num_constants=len(constants))
+        loss = jax.tree.unflatten(jax.tree.structure(loss_shape), results[:1])
+        num_aux = len(jax.tree.leaves(aux_shape))
+        aux = jax.tree.unflatten(jax.tree.structure(aux_shape), results[1:1 + num_aux])
+        gradients = results[1 + num_aux:]
+
+        def pull_back(cotangent):
+            seed = jax.tree.leaves(cotangent)[0]
+            one = not isinstance(seed, jax.core.Tracer) and np.all(np.asarray(seed) == 1)
+
+            def gradient(leaf, value):
+                if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                    return np.zeros(np.shape(leaf), jax.dtypes.float0)
+                return value if one else value * jnp.asarray(seed).astype(value.dtype)
+
+            return jax.tree.unflatten(tree, [gradient(x, g) for x, g in zip(leaves, gradients)])
+
+        return (loss, pull_back, aux) if has_aux else (loss, pull_back)
+
+    with _compat.replaced_vjp(replacement), _compat.separate_trace_cache():
+        yield
+
+
+def _constants_first(closed: ClosedJaxpr) -> ClosedJaxpr:
+    from merak_jax.tracing.jaxprs import constants_to_inputs
+
+    jaxpr, _ = constants_to_inputs(closed)
+    return ClosedJaxpr(jaxpr, [])

@@ -1,0 +1,63 @@
+"""Flatten a jaxpr: `jit` and `closed_call` are inlined, custom rules, loops and remat are kept whole."""
+
+from __future__ import annotations
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from merak_jax import _compat
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same function without nested calls; every variable is fresh and defined once, at top level."""
+    constvars = list(closed.jaxpr.constvars)
+    consts = list(closed.consts)
+    env: dict[Var, Var | Literal] = {}
+
+    def rename(var: Var) -> Var:
+        env[var] = new = _compat.new_var(var.aval)
+        return new
+
+    new_constvars = [rename(v) for v in constvars]
+    const_of_id: dict[int, Var] = {id(c): v for c, v in zip(consts, new_constvars)}
+    invars = [rename(v) for v in closed.jaxpr.invars]
+    eqns: list[JaxprEqn] = []
+
+    def emit(jaxpr: Jaxpr, env: dict[Var, Var | Literal]) -> None:
+        def read(atom):
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(a) for a in eqn.invars]
+            if eqn.primitive.name in _CALLS:
+                inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+                inner_jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                inner_consts = inner.consts if isinstance(inner, ClosedJaxpr) else []
+                inner_env: dict[Var, Var | Literal] = dict(zip(inner_jaxpr.invars, operands))
+                for var, value in zip(inner_jaxpr.constvars, inner_consts):
+                    if id(value) not in const_of_id:
+                        const_of_id[id(value)] = new = _compat.new_var(var.aval)
+                        new_constvars.append(new)
+                        consts.append(value)
+                    inner_env[var] = const_of_id[id(value)]
+                emit(inner_jaxpr, inner_env)
+                for outer, result in zip(eqn.outvars, inner_jaxpr.outvars):
+                    env[outer] = result if isinstance(result, Literal) else inner_env[result]
+                continue
+            outvars = []
+            for var in eqn.outvars:
+                new = _compat.new_var(var.aval)
+                env[var] = new
+                outvars.append(new)
+            eqns.append(eqn.replace(invars=operands, outvars=outvars))
+
+    emit(closed.jaxpr, env)
+    outvars = [a if isinstance(a, Literal) else env[a] for a in closed.jaxpr.outvars]
+    return ClosedJaxpr(make_jaxpr(new_constvars, invars, outvars, eqns), consts)
+
+
+def make_jaxpr(constvars, invars, outvars, eqns) -> Jaxpr:
+    """A jaxpr from its parts, with the effects of its equations."""
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=_compat.no_debug_info())

@@ -1,0 +1,159 @@
+"""Trace a train step once, on abstract values, into one flat jaxpr with one `loss_and_grad` equation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from merak_jax import _compat
+from merak_jax.errors import BatchError, GradientCallError
+from merak_jax.tracing.gradient import captured_gradient_calls
+from merak_jax.tracing.inline import inline, make_jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """A train step as a flat jaxpr over the leaves of its arguments.
+
+    `jaxpr`: the step; constants, then one input per leaf. `loss_eqn`: the position of its `loss_and_grad` equation.
+    `loss`: the differentiated function, flat, inputs `[constants..., differentiated leaves...]`.
+    `leaf_argument`, `leaf_path`, `leaf_rows`: per input leaf its argument number, its path, and whether dimension 0 is the batch.
+    """
+
+    jaxpr: ClosedJaxpr
+    loss_eqn: int
+    loss: ClosedJaxpr
+    num_loss_constants: int
+    in_trees: tuple[Any, ...]
+    out_tree: Any
+    leaf_argument: tuple[int, ...]
+    leaf_path: tuple[str, ...]
+    leaf_keys: tuple[tuple[Any, ...], ...]
+    leaf_rows: tuple[bool, ...]
+    rows: int
+
+    @property
+    def equation(self) -> JaxprEqn:
+        return self.jaxpr.jaxpr.eqns[self.loss_eqn]
+
+
+def unwrap(train_step: Callable) -> Callable:
+    """The Python function below `jax.jit`, whose cached trace would hide the gradient call."""
+    while hasattr(train_step, "__wrapped__") and hasattr(train_step, "lower"):
+        train_step = train_step.__wrapped__
+    return train_step
+
+
+def abstract(tree: Any) -> Any:
+    """`tree` with a ShapeDtypeStruct (weak types kept) for each leaf."""
+    def leaf(x):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+        aval = jax.typeof(x) if not isinstance(x, (bool, int, float, complex)) else jax.typeof(jax.numpy.asarray(x))
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+    return jax.tree.map(leaf, tree)
+
+
+def batch_rows(batch_leaves: Sequence[tuple[str, Any]]) -> tuple[int, list[bool]]:
+    """`(B, which leaves carry rows)`: every array leaf has the batch in dimension 0, scalars and keys have none.
+
+    Raises BatchError when leaves disagree on B or when no leaf has rows.
+    """
+    def is_key(leaf):
+        raw = leaf.dtype == jax.numpy.uint32 and leaf.shape in ((2,), (4,))
+        return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) or raw
+
+    has_rows = [leaf.ndim > 0 and not is_key(leaf) for _, leaf in batch_leaves]
+    sizes = {path: leaf.shape[0] for (path, leaf), rows in zip(batch_leaves, has_rows) if rows}
+    if not sizes:
+        raise BatchError("the batch has no array with a leading batch dimension; pass arrays [batch, ...]")
+    if len(set(sizes.values())) > 1:
+        listing = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+        raise BatchError(f"the leaves of the batch disagree on the size of dimension 0, the batch: {listing}; "
+                         "pass values that have no batch dimension as another argument of the train step")
+    return next(iter(sizes.values())), has_rows
+
+
+def trace(train_step: Callable, args: Sequence[Any], batch_argnums: Sequence[int], rows: int | None = None) -> TracedStep:
+    """Trace `train_step(*args)` (arrays or abstract values); with `rows`, as if the batch had that many rows.
+
+    Raises GradientCallError unless the step takes exactly one gradient.
+    """
+    args = tuple(abstract(a) for a in args)
+    flat, leaf_argument, leaf_path, leaf_keys = [], [], [], []
+    for number, arg in enumerate(args):
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            flat.append(leaf)
+            leaf_argument.append(number)
+            leaf_keys.append(tuple(keys))
+            leaf_path.append(jax.tree_util.keystr(keys))
+    batch = [i for i, number in enumerate(leaf_argument) if number in batch_argnums]
+    size, has_rows = batch_rows([(f"argument {leaf_argument[i]}{leaf_path[i]}", flat[i]) for i in batch])
+    leaf_rows = [False] * len(flat)
+    for i, yes in zip(batch, has_rows):
+        leaf_rows[i] = yes
+        if yes and rows is not None:
+            flat[i] = jax.ShapeDtypeStruct((rows, *flat[i].shape[1:]), flat[i].dtype, weak_type=flat[i].weak_type)
+    in_trees = tuple(jax.tree.structure(a) for a in args)
+
+    def flat_step(*leaves):
+        # Fresh containers for every trace: a step may pop keys from its batch.
+        rebuilt, start = [], 0
+        for tree in in_trees:
+            rebuilt.append(jax.tree.unflatten(tree, leaves[start:start + tree.num_leaves]))
+            start += tree.num_leaves
+        return train_step(*rebuilt)
+
+    with captured_gradient_calls():
+        closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*flat)
+    closed = _without_dead_equations(inline(closed))
+    position = _the_gradient_call(closed.jaxpr)
+    eqn = closed.jaxpr.eqns[position]
+    return TracedStep(
+        jaxpr=closed, loss_eqn=position, loss=inline(eqn.params["jaxpr"]),
+        num_loss_constants=eqn.params["num_constants"], in_trees=in_trees, out_tree=jax.tree.structure(out_shape),
+        leaf_argument=tuple(leaf_argument), leaf_path=tuple(leaf_path), leaf_keys=tuple(leaf_keys),
+        leaf_rows=tuple(leaf_rows), rows=rows if rows is not None else size)
+
+
+def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Drop equations that no output needs; a gradient call that only feeds dropped values goes with them."""
+    jaxpr = closed.jaxpr
+    live = {a for a in jaxpr.outvars if isinstance(a, Var)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in live for v in eqn.outvars):
+            kept.append(eqn)
+            live.update(a for a in eqn.invars if isinstance(a, Var))
+    return ClosedJaxpr(make_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, kept[::-1]), closed.consts)
+
+
+def _the_gradient_call(jaxpr: Jaxpr) -> int:
+    found = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "loss_and_grad"]
+    nested = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "loss_and_grad" and _holds_gradient_call(eqn)]
+    if nested:
+        raise GradientCallError(
+            f"the gradient is taken inside a `{nested[0].primitive.name}` at {_compat.source_line(nested[0])}; "
+            "call it once, directly in the train step: an accumulation loop is replaced by num_microbatches=")
+    if not found:
+        raise GradientCallError("the train step takes no gradient (no jax.grad, jax.value_and_grad or jax.vjp was called, "
+                                "or its result is not used); evaluation steps are not supported yet")
+    if len(found) > 1:
+        lines = "; ".join(_compat.source_line(jaxpr.eqns[i]) for i in found)
+        raise GradientCallError(f"the train step takes {len(found)} gradients ({lines}); exactly one can be pipelined: "
+                                "sum the losses and differentiate once, or wrap one step per loss")
+    return found[0]
+
+
+def _holds_gradient_call(eqn: JaxprEqn) -> bool:
+    for inner in _compat.sub_jaxprs(eqn):
+        if any(e.primitive.name == "loss_and_grad" or _holds_gradient_call(e) for e in inner.eqns):
+            return True
+    return False
+
+
