@@ -1,7 +1,7 @@
 """Train a byte-level GPT-2 on real text with data, pipeline and tensor parallelism in one program.
 
 Without options: 3 million parameters on Python's own help texts, over 2 x 2 x 2 devices, which a machine
-without accelerators emulates. Ends with losses, a sample, pictures, and a proof against the single-device step.
+without accelerators emulates. Ends with losses, a sample, pictures and a proof against the single-device step.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def summarize(args, data, step, state, losses) -> None:
     print(f"train loss     {report.describe_loss(float(np.mean(last)))} (mean of the last {len(last)} steps)")
     print(f"held-out loss  {report.describe_loss(held_out)}")
 
-    prompt = data.held_out_part[: args.seq // 2]
+    prompt = data.held_out_part[: max(1, args.seq // 2)]
     tokens = np.frombuffer(prompt, np.uint8)[None]
     sampled = generate(
         model, params, tokens, SAMPLE_BYTES, temperature=0.8, rng=jax.random.key(args.seed + 1)
@@ -218,11 +218,11 @@ def make_parser() -> Parser:
     add("--microbatches", type=positive, default=4, help="microbatches per step")
     add("--schedule", choices=["1f1b", "gpipe"], default="1f1b", help="pipeline schedule")
     add("--batch", type=positive, default=16, help="sequences per step")
-    add("--steps", type=positive, default=150, help="training steps")
+    add("--steps", type=positive, default=250, help="training steps")
     add("--layers", type=positive, default=4, help="transformer blocks")
     add("--width", type=positive, default=256, help="features per token")
     add("--heads", type=positive, default=8, help="attention heads")
-    add("--seq", type=positive, default=128, help="bytes per sequence")
+    add("--seq", type=positive, default=64, help="bytes per sequence")
     add("--lr", type=float, default=2e-3, help="largest learning rate")
     add("--dtype", choices=list(proof.BARS), default="float32", help="bfloat16 keeps float32 parameters")
     add("--seed", type=int, default=0, help="of the initial weights, the data order and the sample")

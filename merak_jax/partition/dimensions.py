@@ -39,7 +39,7 @@ _CALLS = frozenset(
 
 
 class Classes:
-    """Union-find over dimensions: a node is an int, or None for a dimension of size 1, which is never split."""
+    """Union-find over dimensions: a node is an int, or None for a dimension of size 1, never split."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []

@@ -44,8 +44,8 @@ class TensorLayout:
     Attributes:
       splits: for each parameter the dimension that is split, None if it is replicated.
       reasons: for each parameter why, in words.
-      collectives: the predicted all-reduces of one block and microbatch. An upper bound: XLA may merge sums
-        that are added to each other.
+      collectives: the predicted all-reduces of one block and microbatch. The gradient of a value that several
+        projections read counts once: XLA:GPU adds the parts first, XLA:CPU sums them as one tuple.
       activation_splits: position of a top-level `dot_general` equation to the dimension of its output that is
         split: the values to constrain where GSPMD should not be left to guess.
       split_flops, flops: floating-point operations of the forward matmuls that are split, and of all.

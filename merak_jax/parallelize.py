@@ -1,0 +1,269 @@
+"""`parallelize`: wrap a train step; the first call traces, plans and compiles it for the mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from merak_jax.errors import BatchError, PlanError
+from merak_jax.mesh import check_mesh, make_mesh
+from merak_jax.planning.describe import describe
+from merak_jax.planning.plan import SCHEDULES, Plan, make_table
+from merak_jax.runtime.initialise import initialise
+from merak_jax.runtime.program import StepProgram, build
+from merak_jax.runtime.state import DeferredState, PackedState
+from merak_jax.tracing.step import abstract, batch_rows, trace, unwrap
+
+P = PartitionSpec
+
+# XLA:CPU may start independent collectives in different orders on different devices and hang; this scheduler keeps one order.
+_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},
+}
+
+
+def parallelize(train_step: Callable | None = None, *, mesh: Mesh | None = None, num_microbatches: int | None = None,
+                batch_argnums: int | Sequence[int] = 1, schedule: str = "auto", remat: str = "auto", overlap: str = "auto",
+                zero: str | int = "auto", offload: str = "auto", plan: Plan | None = None, hardware: Any = None,
+                donate: bool = True) -> Any:
+    """Run a train step on a mesh with axes `data`, `pipe`, `tensor`, with the numbers of the single-device step.
+
+    `train_step(state, batch, *rest)` returns `new_state`, or a tuple or other container that holds it; `batch` arrays are
+    `[batch, ...]`. Also a decorator.
+
+    Args:
+      mesh: from `merak_jax.make_mesh`; by default all devices along `data`.
+      num_microbatches: M; the batch must divide by M times the size of `data`. By default the pipe size (1 without stages).
+      batch_argnums: which arguments are batches.
+      schedule: "1f1b" or "gpipe"; "auto" is "1f1b".
+      plan: take mesh sizes, microbatches and schedule from an earlier plan.
+      donate: reuse the state's memory for the new state; the state passed in is then gone.
+      remat, overlap, zero, offload, hardware: only "auto" (None for hardware) so far.
+
+    Returns a `ParallelStep`. Raises MeshError and PlanError for bad arguments, before anything runs.
+    """
+    options = dict(mesh=mesh, num_microbatches=num_microbatches, batch_argnums=batch_argnums, schedule=schedule, remat=remat,
+                   overlap=overlap, zero=zero, offload=offload, plan=plan, hardware=hardware, donate=donate)
+    if train_step is None:
+        return lambda function: parallelize(function, **options)
+    if not callable(train_step):
+        raise PlanError(f"train_step must be callable, got {type(train_step).__name__}")
+    for name in ("remat", "overlap", "zero", "offload"):
+        if options[name] != "auto":
+            raise PlanError(f"{name}={options[name]!r} is not supported yet; leave it at 'auto'")
+    if hardware is not None:
+        raise PlanError(f"hardware={hardware!r} is not supported yet; leave it at None")
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            raise PlanError(f"plan must be a merak_jax Plan, got {type(plan).__name__}; Plan.from_json reads one")
+        mesh = make_mesh(data=plan.data, pipe=plan.pipe, tensor=plan.tensor) if mesh is None else mesh
+        num_microbatches = plan.num_microbatches if num_microbatches is None else num_microbatches
+        schedule = plan.schedule if schedule == "auto" else schedule
+    mesh = make_mesh(data=len(jax.devices())) if mesh is None else check_mesh(mesh)
+    schedule = "1f1b" if schedule == "auto" else schedule
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule={schedule!r} is unknown; choose one of {sorted(SCHEDULES)}")
+    if num_microbatches is None:
+        num_microbatches = mesh.shape["pipe"]
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, (int, np.integer)) or num_microbatches < 1:
+        raise PlanError(f"num_microbatches={num_microbatches!r} must be a positive integer")
+    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    return ParallelStep(train_step, mesh, int(num_microbatches), argnums, schedule, donate)
+
+
+class ParallelStep:
+    """A train step on a mesh: call it as the step itself. Made by `parallelize`."""
+
+    def __init__(self, train_step, mesh: Mesh, num_microbatches: int, batch_argnums: tuple[int, ...], schedule: str, donate: bool):
+        functools.update_wrapper(self, train_step, updated=())
+        self._train_step = unwrap(train_step)
+        self.mesh = mesh
+        self._num_microbatches, self._batch_argnums, self._schedule, self._donate = (
+            num_microbatches, batch_argnums, schedule, donate)
+        self._runners: dict[Any, _Runner] = {}
+        self._latest: _Runner | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the latest shapes; PlanError before the first call or `lower`."""
+        if self._latest is None:
+            raise PlanError("there is no plan before the step has seen a batch; call step.lower(state, batch) first "
+                            "(shapes will do: jax.ShapeDtypeStruct leaves), or run a step")
+        return self._latest.plan
+
+    def init(self, create_state: Callable, *args: Any) -> DeferredState:
+        """The state `create_state(*args)`, to be made on the mesh, shard by shard, at the first step or `shard`."""
+        return DeferredState(create_state, args)
+
+    def shard(self, state: Any, argument: int = 0) -> PackedState:
+        """Place the user's state on the mesh; PlanError before the step has seen a batch."""
+        if self._latest is None:
+            raise PlanError("the state's layout follows from the model and the batch; call step.lower(state, batch) first, or "
+                            "pass the state to the step as it is")
+        return self._latest.place(state, argument)
+
+    def unshard(self, state: Any) -> Any:
+        """The user's own tree, every leaf whole."""
+        if isinstance(state, PackedState):
+            return state._layout.unshard(state._arrays)
+        return state.make() if isinstance(state, DeferredState) else state
+
+    def lower(self, *args: Any) -> Lowered:
+        """The step traced and lowered for these arguments, which may be abstract; sets `plan`."""
+        runner = self._runner_for(args)
+        return Lowered(runner.lower(args))
+
+    def __call__(self, *args: Any) -> Any:
+        return self._runner_for(args)(args)
+
+    def _runner_for(self, args: Sequence[Any]) -> _Runner:
+        shapes = tuple(_shapes_of(a) for a in args)
+        key = tuple((jax.tree.structure(s), tuple((x.shape, x.dtype) for x in jax.tree.leaves(s))) for s in shapes)
+        if key not in self._runners:
+            self._runners[key] = _Runner(self, shapes)
+        self._latest = self._runners[key]
+        return self._latest
+
+
+class Lowered:
+    """A lowered step: `compile()`, `as_text()`; after compiling, `memory` in bytes per device."""
+
+    def __init__(self, lowered):
+        self.lowered = lowered
+        self._compiled = None
+
+    def compile(self) -> Lowered:
+        """Compile for the mesh's devices; returns self."""
+        self._compiled = self.lowered.compile()
+        return self
+
+    @property
+    def compiled(self) -> Any:
+        return self.compile()._compiled if self._compiled is None else self._compiled
+
+    @property
+    def memory(self) -> Any:
+        """XLA's memory analysis: argument, output, alias and temporary bytes per device."""
+        return self.compiled.memory_analysis()
+
+    def as_text(self) -> str:
+        """The program: StableHLO before `compile()`, scheduled HLO after."""
+        return self._compiled.as_text() if self._compiled is not None else self.lowered.as_text()
+
+
+def _shapes_of(argument: Any) -> Any:
+    if isinstance(argument, PackedState):
+        return jax.tree.unflatten(argument._layout.tree, argument._layout.avals)
+    if isinstance(argument, DeferredState):
+        return abstract(argument.shapes)
+    return abstract(argument)
+
+
+class _Runner:
+    """The step for one set of shapes: traced once, compiled once."""
+
+    def __init__(self, step: ParallelStep, shapes: Sequence[Any]):
+        self.mesh, self.batch_argnums = step.mesh, step._batch_argnums
+        bad = [n for n in self.batch_argnums if not 0 <= n < len(shapes)]
+        if bad:
+            raise PlanError(f"batch_argnums={self.batch_argnums} but the step got {len(shapes)} arguments")
+        check_batch(shapes, self.batch_argnums, self.mesh.shape["data"], step._num_microbatches)
+        full = trace(step._train_step, shapes, self.batch_argnums)
+        rows = full.rows // (self.mesh.shape["data"] * step._num_microbatches)
+        micro = full if rows == full.rows else trace(step._train_step, shapes, self.batch_argnums, rows=rows)
+        packable = [n for n in range(len(shapes)) if n not in self.batch_argnums]
+        self.program: StepProgram = build(
+            full, micro, mesh=self.mesh, num_microbatches=step._num_microbatches,
+            make_table=functools.partial(make_table, step._schedule), packable=packable)
+        self.plan = describe(self.program, step._schedule, step._num_microbatches)
+        self.layouts = self.program.layouts
+        self.others = [n for n in range(len(shapes)) if n not in self.layouts]
+        platform = self.mesh.devices.flat[0].platform
+        batch = {n for n in self.batch_argnums}
+        self.other_shardings = [
+            NamedSharding(self.mesh, P("data") if rows else P())
+            for n, rows in zip(full.leaf_argument, full.leaf_rows) if n not in self.layouts]
+        assert batch
+        self.jitted = jax.jit(
+            self.program, donate_argnums=(0,) if step._donate else (),
+            in_shardings=([layout.shardings for layout in self.layouts.values()], self.other_shardings),
+            out_shardings=([layout.shardings for layout in self.layouts.values()], None),
+            compiler_options=_COMPILER_OPTIONS.get(platform))
+
+    def place(self, state: Any, argument: int) -> PackedState:
+        """An argument as a packed state of this runner's layout."""
+        layout = self.layouts[argument]
+        if isinstance(state, PackedState):
+            if state._layout == layout:
+                return state
+            return layout.shard(state._layout.unshard(state._arrays))
+        if isinstance(state, DeferredState):
+            return initialise(state._function, state._args, layout)
+        return layout.shard(state)
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        states = [self.place(args[n], n)._arrays for n in self.layouts]
+        leaves = [leaf for n in self.others for leaf in jax.tree.leaves(args[n])]
+        others = [jax.device_put(leaf, s) for leaf, s in zip(leaves, self.other_shardings)]
+        new_states, rest = self.jitted(states, others)
+        return self._rebuild(new_states, rest)
+
+    def lower(self, args: Sequence[Any]) -> Any:
+        states = []
+        for n, layout in self.layouts.items():
+            shapes = jax.eval_shape(layout.pack, list(layout.avals))
+            states.append([jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=x) for s, x in zip(shapes, layout.shardings)])
+        leaves = [leaf for n in self.others for leaf in jax.tree.leaves(abstract(args[n]))]
+        others = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s) for leaf, s in zip(leaves, self.other_shardings)]
+        return self.jitted.lower(states, others)
+
+    def _rebuild(self, new_states, rest) -> Any:
+        """The step's own return value, with packed states in it."""
+        traced, program = self.program.traced, self.program
+        flat: list[Any] = [None] * traced.out_tree.num_leaves
+        taken: set[int] = set()
+        for positions in program.state_outputs.values():
+            taken.update(positions)
+        feed = iter(rest)
+        for n in range(len(flat)):
+            if n not in taken:
+                flat[n] = next(feed)
+        packed = {argument: PackedState(layout, arrays) for (argument, layout), arrays in zip(self.layouts.items(), new_states)}
+        children = jax.tree_util.treedef_children(traced.out_tree)
+        starts = np.cumsum([0, *(c.num_leaves for c in children)])
+        by_start = {positions[0]: (len(positions), packed[n]) for n, positions in program.state_outputs.items()}
+        whole = by_start.get(0)
+        if whole is not None and whole[0] == len(flat) and (len(children) != 1 or traced.out_tree == whole[1]._layout.tree):
+            return whole[1]
+        parts = []
+        for child, start in zip(children, starts):
+            size_state = by_start.get(int(start))
+            if size_state is not None and size_state[0] == child.num_leaves and child == size_state[1]._layout.tree:
+                parts.append(size_state[1])
+            else:
+                parts.append(jax.tree.unflatten(child, flat[start:start + child.num_leaves]))
+        outline = jax.tree.unflatten(traced.out_tree, list(range(len(flat))))
+        top = jax.tree.structure(outline, is_leaf=lambda x: x is not outline)
+        return jax.tree.unflatten(top, parts)
+
+
+def check_batch(shapes: Sequence[Any], batch_argnums: Sequence[int], data: int, num_microbatches: int) -> None:
+    """Raise BatchError unless the rows divide by `data * num_microbatches`."""
+    named = []
+    for n in batch_argnums:
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(shapes[n])[0]:
+            named.append((f"argument {n}{jax.tree_util.keystr(keys)}", leaf))
+    rows, has_rows = batch_rows(named)
+    step = data * num_microbatches
+    if rows % step or rows == 0:
+        path = next(path for (path, _), yes in zip(named, has_rows) if yes)
+        below, above = rows // step * step, (rows // step + 1) * step
+        near = f"{below} or {above}" if below else f"{above}"
+        raise BatchError(
+            f"{path} has {rows} rows, which data={data} x num_microbatches={num_microbatches} = {step} does not divide; "
+            f"use a batch of {near} rows, or another num_microbatches")

@@ -1,0 +1,109 @@
+"""Plan: what will run where, readable before anything compiles, as text, as a picture and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from typing import Any
+
+from merak_jax.schedules.gpipe import gpipe
+from merak_jax.schedules.one_f_one_b import one_f_one_b
+from merak_jax.schedules.ticks import TickTable, lower
+
+SCHEDULES = {"1f1b": lambda stages, microbatches: one_f_one_b(stages, microbatches, eager=True), "gpipe": gpipe}
+
+# Forward, backward and recompute of a block, in units of its forward.
+FORWARD, BACKWARD, RECOMPUTE = 1.0, 2.0, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """One stage: its blocks, the bytes of its parameters on one device, and the most microbatches it holds at once."""
+
+    blocks: int
+    parameter_bytes: int
+    in_flight: int
+    stash_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a train step is laid out on a mesh. Sizes in bytes are per device; rows are rows of the batch."""
+
+    data: int
+    pipe: int
+    tensor: int
+    num_microbatches: int
+    rows: int
+    schedule: str
+    chain: str
+    block_source: str
+    stages: tuple[StagePlan, ...]
+    boundary_bytes: int
+    state_bytes: int
+    tensor_splits: tuple[str, ...]
+    other_leaves: tuple[str, ...]
+
+    @property
+    def table(self) -> TickTable:
+        """The ticks that run: with one stage, one F and one B per microbatch."""
+        return make_table(self.schedule, self.pipe, self.num_microbatches)
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of the time that a stage idles, blocks taken as equal and B as recompute plus two forwards."""
+        return float(self.table.bubble_share(FORWARD, BACKWARD + (RECOMPUTE if self.pipe > 1 else 0.0)))
+
+    def draw(self, path: str, **options: Any) -> str:
+        """Write the timeline as SVG or PNG, by the ending of `path`; returns the path."""
+        from merak_jax.schedules.draw import draw
+
+        draw(self.table, path, forward=FORWARD, backward=BACKWARD, recompute=RECOMPUTE if self.pipe > 1 else 0.0, **options)
+        return str(path)
+
+    def to_json(self) -> str:
+        """The plan as JSON; `Plan.from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote."""
+        fields = json.loads(text)
+        fields["stages"] = tuple(StagePlan(**s) for s in fields["stages"])
+        for name in ("tensor_splits", "other_leaves"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"plan: data {self.data} · pipe {self.pipe} · tensor {self.tensor}, {self.num_microbatches} "
+                            f"microbatches of {self.rows // (self.data * self.num_microbatches)} rows, {self.schedule}")
+        for name in ("stage", "blocks", "parameters", "in flight", "stash"):
+            table.add_column(name, justify="right")
+        for s, stage in enumerate(self.stages):
+            table.add_row(str(s), str(stage.blocks), _size(stage.parameter_bytes), str(stage.in_flight), _size(stage.stash_bytes))
+        out = io.StringIO()
+        console = Console(file=out, width=110, force_terminal=False)
+        console.print(table)
+        lines = [f"blocks: {self.chain}", f"first block: {self.block_source}",
+                 f"state per device: {_size(self.state_bytes)}; boundary per microbatch: {_size(self.boundary_bytes)}; "
+                 f"idle share: {self.bubble_share:.1%}"]
+        lines += [f"split over tensor: {line}" for line in self.tensor_splits]
+        lines += [f"outside the blocks: {line}" for line in self.other_leaves]
+        return out.getvalue() + "\n".join(lines)
+
+
+def make_table(schedule: str, stages: int, microbatches: int) -> TickTable:
+    """The tick table of a schedule by name."""
+    return lower(SCHEDULES[schedule](stages, microbatches))
+
+
+def _size(number: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError

@@ -1,0 +1,392 @@
+"""Run the loss and its gradient microbatch by microbatch: tick tables in, one program of scans over ticks out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from merak_jax.partition.blocks import BlockGraph
+from merak_jax.partition.lanes import LaneLayout
+from merak_jax.runtime.rows import rows_back, rows_first
+from merak_jax.runtime.stage import Stage, accumulator_dtype, is_differentiable, merge, put, select, take
+from merak_jax.schedules.ticks import TickTable
+from merak_jax.tracing.jaxprs import evaluate
+from merak_jax.tracing.microbatch import Batched, Partial
+
+P = PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A loss cut into blocks, ready to run on a mesh.
+
+    `rows_status`: per rows input of the graph its Batched status, or None for the flag of the step's first microbatch.
+    `output_status`: per epilogue output. `shared`: the variables of the shared values, in the order they are given;
+    `shared_gradient`, `lane_gradient`: which shared values and which lane operands gradients are wanted for.
+    `shared_specs`, `lane_specs`: their sharding, lanes as `[P, N, ...]`.
+    """
+
+    graph: BlockGraph
+    layout: LaneLayout
+    mesh: Mesh
+    num_microbatches: int
+    table: TickTable | None
+    rows: int
+    rows_status: tuple[Batched | None, ...]
+    output_status: tuple[Any, ...]
+    shared: tuple[Any, ...]
+    shared_gradient: tuple[bool, ...]
+    shared_specs: tuple[PartitionSpec, ...]
+    lane_gradient: tuple[bool, ...]
+    lane_specs: tuple[PartitionSpec, ...]
+
+    def __call__(self, lanes: Sequence[Any], shared: Sequence[Any], batch: Sequence[Any]):
+        """`(outputs of the epilogue over the whole batch, lane gradients, shared gradients)`.
+
+        `lanes`: `[P, N, ...]` operands of the block; `shared`: one value per `self.shared`; `batch`: the rows inputs at full
+        size, without the flag. Gradients come for the wanted operands, in accumulator precision.
+        """
+        data = self.mesh.shape["data"]
+        statuses = [s for s in self.rows_status if s is not None]
+        rows = [rows_first(x, s, self.rows) for x, s in zip(batch, statuses)]
+        local_rows = self.rows // data
+        size = local_rows // self.num_microbatches
+
+        def local(lanes, shared, rows):
+            rows = [x.reshape(self.num_microbatches, size, *x.shape[1:]) for x in rows]
+            run = _Run(self, lanes, shared, rows)
+            outputs, lane_sums, shared_sums = run.plain() if self.table is None else run.ticks()
+            sums = [o for o, s in zip(outputs, self.output_status) if isinstance(s, Partial)]
+            if data > 1:
+                lane_sums, shared_sums, sums = lax.psum((lane_sums, shared_sums, sums), "data")
+            feed = iter(sums)
+            outputs = [next(feed) if isinstance(s, Partial) else o.reshape(local_rows, *o.shape[2:])
+                       for o, s in zip(outputs, self.output_status)]
+            return outputs, lane_sums, shared_sums
+
+        if data > 1:
+            out_specs = [P() if isinstance(s, Partial) else P("data") for s in self.output_status]
+            local = jax.shard_map(local, mesh=self.mesh, axis_names={"data"}, check_vma=False,
+                                  in_specs=(P(), P(), P("data")), out_specs=(out_specs, P(), P()))
+        outputs, lane_sums, shared_sums = local(list(lanes), list(shared), rows)
+        outputs = [o if isinstance(s, Partial) else rows_back(o, s) for o, s in zip(outputs, self.output_status)]
+        return outputs, lane_sums, shared_sums
+
+
+class _Run:
+    """One trace of the pipeline on a data shard: the values that all ticks read."""
+
+    def __init__(self, pipeline: Pipeline, lanes, shared, rows):
+        self.p, self.graph, self.lanes, self.shared, self.rows = pipeline, pipeline.graph, lanes, shared, rows
+        self.value_of = dict(zip(pipeline.shared, shared))
+        self.data = pipeline.mesh.shape["data"]
+        self.stages = pipeline.mesh.shape["pipe"]
+        chain = self.graph.chain
+        if chain is not None:
+            shared_gradient = dict(zip(pipeline.shared, pipeline.shared_gradient))
+            self.stage = Stage(chain, pipeline.lane_gradient, tuple(shared_gradient[v] for v in chain.shared),
+                               self.constrain_lane_sums)
+        self.wanted = pipeline.shared_gradient
+
+    # Values of one microbatch.
+
+    def microbatch(self, m) -> list[Any]:
+        """The rows inputs of microbatch `m`, at microbatch shape."""
+        feed = iter(self.rows)
+        first = m == 0
+        if self.data > 1:
+            first = first & (lax.axis_index("data") == 0)
+        return [first if status is None else rows_back(take(next(feed), m), status) for status in self.p.rows_status]
+
+    def values(self, variables, shared=None) -> list[Any]:
+        value_of = self.value_of if shared is None else dict(zip(self.p.shared, shared))
+        return [value_of[v] for v in variables]
+
+    def prologue(self, shared, rows) -> list[Any]:
+        """The first carry of a microbatch."""
+        made = iter(evaluate(self.graph.prologue, [], *self.values(self.graph.prologue_shared, shared), *rows))
+        given = set(self.graph.prologue_slots)
+        return [next(made) if n in given else jnp.zeros(aval.shape, aval.dtype)
+                for n, aval in enumerate(self.graph.chain.carry_avals)]
+
+    def side(self, rows) -> list[Any]:
+        """What the blocks read of a microbatch besides the carry."""
+        return evaluate(self.graph.side, [], *self.values(self.graph.side_shared), *rows)
+
+    def epilogue(self, carry, shared, rows) -> tuple[Any, list[Any]]:
+        """`(loss, all outputs)` of a microbatch."""
+        outputs = evaluate(self.graph.epilogue, [], *carry, *self.values(self.graph.epilogue_shared, shared), *rows)
+        return outputs[0], outputs
+
+    # Sharding of what is accumulated.
+
+    def _constrain(self, value, spec):
+        if all(self.p.mesh.shape[a] == 1 for a in ("pipe", "tensor")):
+            return value
+        return lax.with_sharding_constraint(value, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
+
+    def constrain_lane_sums(self, sums, inside_pipe: bool = True):
+        """Keep the accumulators of lane gradients split as their parameters are."""
+        specs = [spec for spec, yes in zip(self.p.lane_specs, self.p.lane_gradient) if yes]
+        if self.p.mesh.shape["tensor"] == 1 and inside_pipe:
+            return sums
+        return [self._constrain(x, P(*spec[1:]) if inside_pipe else spec) for x, spec in zip(sums, specs)]
+
+    def constrain_shared_sums(self, sums):
+        """Keep the accumulators of shared gradients split as the shared values are."""
+        return [self._constrain(x, spec) for x, spec in zip(sums, select(self.wanted, self.p.shared_specs))]
+
+    def zero_shared_sums(self) -> list[Any]:
+        return self.constrain_shared_sums(
+            [jnp.zeros(v.shape, accumulator_dtype(v.dtype)) for v in select(self.wanted, self.shared)])
+
+    def zero_lane_sums(self) -> list[Any]:
+        sums = [jnp.zeros(x.shape, accumulator_dtype(x.dtype)) for x in select(self.p.lane_gradient, self.lanes)]
+        return self.constrain_lane_sums(sums, inside_pipe=False)
+
+    def zero_outputs(self) -> list[Any]:
+        """Sums start at zero; rows are collected per microbatch."""
+        avals = [a.aval for a in self.graph.epilogue.outvars]
+        return [jnp.zeros(aval.shape, _sum_dtype(aval.dtype)) if isinstance(status, Partial)
+                else jnp.zeros((self.p.num_microbatches, *_rows_shape(aval, status)), aval.dtype)
+                for aval, status in zip(avals, self.p.output_status)]
+
+    def collect(self, outputs, new, m, valid=None) -> list[Any]:
+        """Add one microbatch's outputs to what is collected."""
+        result = []
+        for total, value, status in zip(outputs, new, self.p.output_status):
+            if isinstance(status, Partial):
+                value = value.astype(total.dtype)
+                result.append(total + (value if valid is None else jnp.where(valid, value, jnp.zeros_like(value))))
+            else:
+                rows = rows_first(value, status, total.shape[1])
+                result.append(put(total, rows if valid is None else jnp.where(valid, rows, take(total, m)), m))
+        return result
+
+    def finish(self, outputs) -> list[Any]:
+        """Outputs in the types of the loss."""
+        return [o.astype(a.aval.dtype) for o, a in zip(outputs, self.graph.epilogue.outvars)]
+
+    # One stage: nothing to pipeline, F and B of a microbatch follow each other and keep their residuals.
+
+    def plain(self):
+        """The loss and its gradient with all blocks on one stage."""
+        lane_wanted = self.p.lane_gradient
+        lanes = [x[0] for x in self.lanes]
+        chain = self.graph.chain
+
+        def loss(lane_part, shared_part, m):
+            rows = self.microbatch(m)
+            shared = merge(self.wanted, shared_part, self.shared)
+            carry: list[Any] = []
+            if chain is not None:
+                own = self.values(chain.shared, shared)
+                side = self.side(rows)
+
+                def block(carry, lane):
+                    return self.stage.block(carry, lane, own, side), None
+
+                carry, _ = lax.scan(block, self.prologue(shared, rows), merge(lane_wanted, lane_part, lanes))
+            return self.epilogue(carry, shared, rows)
+
+        gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+
+        def body(state, m):
+            outputs, lane_sums, shared_sums = state
+            (_, new), (d_lanes, d_shared) = gradient(select(lane_wanted, lanes), select(self.wanted, self.shared), m)
+            lane_sums = [a + g[None].astype(a.dtype) for a, g in zip(lane_sums, d_lanes)]
+            shared_sums = [a + g.astype(a.dtype) for a, g in zip(shared_sums, d_shared)]
+            return (self.collect(outputs, new, m), self.constrain_lane_sums(lane_sums, inside_pipe=False),
+                    self.constrain_shared_sums(shared_sums)), None
+
+        state = (self.zero_outputs(), self.zero_lane_sums(), self.zero_shared_sums())
+        state, _ = lax.scan(body, state, jnp.arange(self.p.num_microbatches))
+        return self.finish(state[0]), state[1], state[2]
+
+    # Several stages: merged ticks.
+
+    def ticks(self):
+        """The loss and its gradient by the tick table: one scan per phase."""
+        table, chain = self.p.table, self.graph.chain
+        depth = self.p.layout.depth
+        lead = (self.stages,)
+        floats = self.stage.carry_float
+        state = {
+            "stash": [jnp.zeros((*lead, table.num_stash_slots, depth, *a.shape), a.dtype) for a in chain.carry_avals],
+            "inbox": [jnp.zeros((*lead, table.num_cotangent_slots, *a.shape), a.dtype)
+                      for a in select(floats, chain.carry_avals)],
+            "lanes": self.zero_lane_sums(),
+            "block_shared": [jnp.zeros((*lead, *v.shape), accumulator_dtype(v.dtype))
+                             for v in select(self.stage.shared_gradient, self.values(chain.shared))],
+            "shared": self.zero_shared_sums(),
+            "outputs": self.zero_outputs(),
+        }
+        for name in ("stash", "inbox", "block_shared"):
+            state[name] = [self._constrain(x, P("pipe")) for x in state[name]]
+        for phase in table.phases:
+            rows = slice(phase.start, phase.stop)
+            columns = {name: jnp.asarray(getattr(table, name)[rows]) for name in (
+                "forward", "forward_slot", "backward", "backward_slot", "cotangent_slot", "epilogue", "epilogue_slot",
+                "receive_forward_slot", "receive_backward_slot")}
+            always = {name: bool((getattr(table, name)[rows] >= 0).all()) for name in ("epilogue",)}
+
+            def tick(state, column, phase=phase, always=always):
+                return self._tick(dict(state), column, phase, always), None
+
+            state, _ = lax.scan(tick, state, columns)
+        shared = dict(zip([v for v, yes in zip(self.p.shared, self.wanted) if yes], state["shared"]))
+        for v, total in zip(select(self.stage.shared_gradient, chain.shared), state["block_shared"]):
+            shared[v] = shared[v] + total.sum(0)
+        return self.finish(state["outputs"]), state["lanes"], self.constrain_shared_sums(list(shared.values()))
+
+    def _tick(self, state, column, phase, always):
+        """One tick: F on every stage, the epilogue, B on every stage, then what was sent is stored."""
+        sent = back = None
+        if phase.forward:
+            state["stash"], last, sent = self._forward(state, column)
+        cotangent = None
+        if phase.epilogue:
+            m, valid = column["epilogue"], None if always["epilogue"] else column["epilogue"] >= 0
+            cotangent = self._run_epilogue(state, last, jnp.maximum(m, 0), valid)
+        if phase.backward:
+            back = self._backward(state, column, cotangent)
+        elif cotangent is not None:
+            state["inbox"] = self._store_epilogue(state["inbox"], cotangent, column)
+        if sent is not None:
+            state["stash"] = self._receive(state["stash"], sent, column["receive_forward_slot"], first_block=True)
+        if back is not None:
+            state["inbox"] = self._receive(state["inbox"], back, column["receive_backward_slot"], first_block=False)
+        return state
+
+    def _on_stages(self, function, stage_args, whole_args, out_whole=()):
+        """Run `function` on every stage: `stage_args` are split over `pipe` in dimension 0, `whole_args` are not."""
+        def body(stage_args, whole_args):
+            own = jax.tree.map(lambda x: x[0], stage_args)
+            out = function(lax.axis_index("pipe"), own, whole_args)
+            return jax.tree.map(lambda x: x[None], out)
+
+        mesh = None if self.data > 1 else self.p.mesh
+        return jax.shard_map(body, mesh=mesh, axis_names={"pipe"}, check_vma=False,
+                             in_specs=(P("pipe"), P()), out_specs=P("pipe"))(stage_args, whole_args)
+
+    def _forward(self, state, column):
+        rows = self.microbatch(jnp.maximum(column["forward"][0], 0))
+        first = self.prologue(None, rows)
+        counts = jnp.asarray(self.p.layout.counts, jnp.int32)
+        shared = self.values(self.graph.chain.shared)
+        shift = [(s, s + 1) for s in range(self.stages - 1)]
+
+        def body(stage, own, whole):
+            first, shared = whole
+            m, slot, count = own["m"], jnp.maximum(own["slot"], 0), own["count"]
+            carry = [jnp.where(stage == 0, x, take(s, slot, 0)) for x, s in zip(first, own["stash"])]
+            side = self.side(self.microbatch(jnp.maximum(m, 0)))
+            # An idle stage runs no block: nothing to discard, and no slot is touched.
+            out, stash = self.stage.forward(carry, own["lanes"], shared, side, own["stash"], slot,
+                                            jnp.where(m >= 0, count, 0))
+            sent = [lax.ppermute(x, "pipe", shift) for x in out]
+            return stash, out, sent
+
+        stash, out, sent = self._on_stages(
+            body, {"m": column["forward"], "slot": column["forward_slot"], "count": counts, "stash": state["stash"],
+                   "lanes": self.lanes}, (first, shared))
+        return stash, [x[self.stages - 1] for x in out], sent
+
+    def _run_epilogue(self, state, carry, m, valid):
+        """Collect the outputs of a microbatch that left the last stage; the cotangent of its carry."""
+        rows, floats = self.microbatch(m), self.stage.carry_float
+
+        def loss(carry_part, shared_part):
+            return self.epilogue(merge(floats, carry_part, carry), merge(self.wanted, shared_part, self.shared), rows)
+
+        _, pull, new = jax.vjp(loss, select(floats, carry), select(self.wanted, self.shared), has_aux=True)
+        cotangent, d_shared = pull(jnp.ones((), self.graph.epilogue.outvars[0].aval.dtype))
+        state["outputs"] = self.collect(state["outputs"], new, m, valid)
+        state["shared"] = self._add_shared(state["shared"], d_shared, valid)
+        return cotangent
+
+    def _add_shared(self, sums, gradients, valid=None):
+        if valid is not None:
+            gradients = [jnp.where(valid, g, jnp.zeros_like(g)) for g in gradients]
+        return self.constrain_shared_sums([a + g.astype(a.dtype) for a, g in zip(sums, gradients)])
+
+    def _store_epilogue(self, inbox, cotangent, column):
+        last = self.stages - 1
+
+        def body(stage, own, whole):
+            return _store(own, whole, jnp.where(stage == last, column["epilogue_slot"], -1))
+
+        return self._on_stages(body, inbox, list(cotangent))
+
+    def _backward(self, state, column, cotangent):
+        counts = jnp.asarray(self.p.layout.counts, jnp.int32)
+        shared = self.values(self.graph.chain.shared)
+        shift = [(s, s - 1) for s in range(1, self.stages)]
+        last = self.stages - 1
+
+        def body(stage, own, whole):
+            cotangent, shared = whole
+            m, slot = own["m"], jnp.maximum(own["slot"], 0)
+            inbox = own["inbox"]
+            if cotangent is not None:
+                inbox = _store(inbox, cotangent, jnp.where(stage == last, column["epilogue_slot"], -1))
+            incoming = [take(x, jnp.maximum(own["cotangent_slot"], 0)) for x in inbox]
+            side = self.side(self.microbatch(jnp.maximum(m, 0)))
+            out, lanes, block_shared = self.stage.backward(
+                incoming, own["lanes"], shared, side, own["stash"], slot, jnp.where(m >= 0, own["count"], 0),
+                own["lane_sums"], own["shared_sums"])
+            sent = [lax.ppermute(x, "pipe", shift) for x in out]
+            return inbox, out, sent, lanes, block_shared
+
+        inbox, out, sent, lanes, block_shared = self._on_stages(
+            body, {"m": column["backward"], "slot": column["backward_slot"], "cotangent_slot": column["cotangent_slot"],
+                   "count": counts, "stash": state["stash"], "inbox": state["inbox"], "lanes": self.lanes,
+                   "lane_sums": state["lanes"], "shared_sums": state["block_shared"]},
+            (None if cotangent is None else list(cotangent), shared))
+        state["inbox"], state["lanes"], state["block_shared"] = inbox, lanes, block_shared
+        m = column["backward"][0]
+        first = [jnp.where(m >= 0, x[0], jnp.zeros_like(x[0])) for x in out]
+        rows, floats = self.microbatch(jnp.maximum(m, 0)), self.stage.carry_float
+
+        def prologue(shared_part):
+            return select(floats, self.prologue(merge(self.wanted, shared_part, self.shared), rows))
+
+        _, pull = jax.vjp(prologue, select(self.wanted, self.shared))
+        state["shared"] = self._add_shared(state["shared"], pull(first)[0])
+        return sent
+
+    def _receive(self, buffers, sent, slots, first_block: bool):
+        def body(stage, own, _):
+            buffers, sent, slot = own
+            if not first_block:
+                return _store(buffers, sent, slot)
+            return _store(buffers, sent, slot, 0)
+
+        return self._on_stages(body, (buffers, sent, slots), ())
+
+
+def _store(buffers, values, slot, *rest):
+    """Write `values` at `[slot, *rest]` of `buffers`; nothing where `slot` is negative."""
+    at = (jnp.maximum(slot, 0), *rest)
+    return [put(b, jnp.where(slot >= 0, x, take(b, *at)), *at) for b, x in zip(buffers, values)]
+
+
+def _sum_dtype(dtype) -> Any:
+    return accumulator_dtype(dtype) if is_differentiable(jax.ShapeDtypeStruct((), dtype)) else dtype
+
+
+def _rows_shape(aval, status: Batched) -> tuple[int, ...]:
+    """Shape of a value with its rows in front."""
+    rows = aval.shape[status.axis] // (status.outer * status.inner)
+    if status.axis == 0 and status.outer == status.inner == 1:
+        return aval.shape
+    rest = (*aval.shape[:status.axis], status.outer, status.inner, *aval.shape[status.axis + 1:])
+    return (rows, *rest)
+
+

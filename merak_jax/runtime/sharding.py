@@ -1,0 +1,175 @@
+"""Choose the sharding of every stored array and of every value that the pipeline reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Jaxpr, Var
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from merak_jax.partition.blocks import BlockGraph
+from merak_jax.partition.tensor import TensorLayout, tensor_layout, vocabulary_split
+from merak_jax.runtime.groups import StateGroups
+from merak_jax.tracing.inline import make_jaxpr
+from merak_jax.tracing.jaxprs import defining_equations
+
+P = PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shardings:
+    """Specs: of the block's lane operands `[P, N, ...]`, of each stored group, stack and whole leaf, of shared values."""
+
+    mesh: Mesh
+    graph: BlockGraph
+    lane_operands: tuple[PartitionSpec, ...]
+    stored: dict[Any, PartitionSpec]
+    tensor: TensorLayout | None
+
+    def __getitem__(self, key: Any) -> PartitionSpec:
+        return self.stored[key]
+
+    def constrain(self, values: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
+        """`values` with these shardings inside a jitted program."""
+        if self.mesh.size == 1:
+            return list(values)
+        return [v if jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key)
+                else lax.with_sharding_constraint(v, NamedSharding(self.mesh, s)) for v, s in zip(values, specs)]
+
+    def shared(self, variables: Sequence[Var]) -> tuple[PartitionSpec, ...]:
+        """Specs of shared values: tables that prologue or epilogue look up or multiply are split, all else is whole."""
+        tables = _tables(self.graph)
+        return tuple(self._table_spec(v) if v in tables else P() for v in variables)
+
+    def _table_spec(self, var: Var) -> PartitionSpec:
+        """The spec of a table, through casts and transposes from the parameter it is made of."""
+        defined = defining_equations(self.graph.program.eqns)
+        order = list(range(len(var.aval.shape)))
+        at = var
+        while at in defined:
+            eqn = self.graph.program.eqns[defined[at][0]]
+            if eqn.primitive.name == "transpose":
+                order = [eqn.params["permutation"][d] for d in order]
+            elif eqn.primitive.name not in ("convert_element_type", "copy"):
+                return P()
+            at = eqn.invars[0]
+        spec = whole_spec(at.aval.shape, self.mesh)
+        entries = [*spec, *(None,) * (len(at.aval.shape) - len(spec))]
+        return P(*(entries[d] for d in order))
+
+
+def whole_spec(shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """How a leaf outside the blocks is stored: its largest dimension over pipe and tensor together, or as many as divide."""
+    for axes in (("pipe", "tensor"), ("tensor",), ("pipe",)):
+        ways = math.prod(mesh.shape[a] for a in axes)
+        split = vocabulary_split(shape, ways) if ways > 1 else None
+        if split is not None:
+            names = tuple(a for a in axes if mesh.shape[a] > 1)
+            return P(*(names if d == split else None for d in range(len(shape))))
+    return P()
+
+
+def _tables(graph: BlockGraph) -> set[Var]:
+    """Shared values with two dimensions that prologue or epilogue read only as the operand of a lookup or a product."""
+    block_shared = set(graph.chain.shared) if graph.chain is not None else set()
+    found: set[Var] = set()
+    other: set[Var] = set()
+    for program in (graph.prologue, graph.epilogue, graph.side):
+        for eqn in program.eqns:
+            for n, a in enumerate(eqn.invars):
+                if not isinstance(a, Var) or len(getattr(a.aval, "shape", ())) < 2:
+                    continue
+                name = eqn.primitive.name
+                lookup = name == "gather" and n == 0
+                if name == "dot_general" or lookup:
+                    found.add(a)
+                else:
+                    other.add(a)
+    return found - other - block_shared
+
+
+def choose_shardings(graph: BlockGraph, mesh: Mesh, lane_groups: Sequence[tuple[Var, ...]], stack_inputs: Sequence[Var],
+                     groups: StateGroups, outer: Callable[[Var], Any], whole_leaves: Sequence[Var]) -> Shardings:
+    """Column and row splits for what the blocks read, splits over pipe and tensor for tables, copies for the rest."""
+    tensor = mesh.shape["tensor"]
+    chain = graph.chain
+    layout = None
+    lane_operands: tuple[PartitionSpec, ...] = ()
+    leaf_split: dict[Any, int | None] = {}
+    if chain is not None:
+        operands = chain.lane_prepare.outvars
+        positions = list(range(chain.num_carry, chain.num_carry + len(operands)))
+        splits: Sequence[int | None] = [None] * len(operands)
+        if tensor > 1:
+            layout = tensor_layout(chain.body, positions, tensor, carry_invars=range(chain.num_carry))
+            splits = layout.splits
+            leaf_split = _leaf_splits(graph, lane_groups, stack_inputs, tensor)
+        lane_operands = tuple(_lane_spec(len(v.aval.shape), s) for v, s in zip(operands, splits))
+    stored: dict[Any, PartitionSpec] = {}
+    by_outer = {(tuple(outer(v) for v in source) if isinstance(source, tuple) else outer(source)): split
+                for source, split in leaf_split.items()}
+    for key in (*groups.lanes, *groups.stacks):
+        # Moments are split like the parameter whose path they share, where they have its shape.
+        parameter = groups.follows.get(key, key)
+        shape = key[0].aval.shape if isinstance(key, tuple) else key.aval.shape[1:]
+        like = parameter[0].aval.shape if isinstance(parameter, tuple) else parameter.aval.shape[1:]
+        stored[key] = _lane_spec(len(shape), by_outer.get(parameter) if shape == like else None)
+    for var in whole_leaves:
+        stored[var] = whole_spec(var.aval.shape, mesh) if not jax.dtypes.issubdtype(
+            var.aval.dtype, jax.dtypes.extended) else P()
+    return Shardings(mesh, graph, lane_operands, stored, layout)
+
+
+def _lane_spec(ndim: int, split: int | None) -> PartitionSpec:
+    return P("pipe", None, *("tensor" if d == split else None for d in range(ndim)))
+
+
+def _leaf_splits(graph: BlockGraph, lane_groups, stack_inputs, tensor: int) -> dict[Any, int | None]:
+    """The split of each parameter of a block, found on the block together with what prepares its operands."""
+    chain = graph.chain
+    if stack_inputs and not lane_groups:
+        lane_vars = list(chain.lane_prepare.invars[:len(chain.slots)])
+        eqns = [*chain.lane_prepare.eqns, *chain.body.eqns]
+        keys = [_stack_source(graph, s.stack, stack_inputs) for s in chain.slots]
+        leaves = [(key, var) for key, var in zip(keys, lane_vars) if key is not None]
+        inputs = lane_vars
+    else:
+        rename = dict(zip(chain.body.invars[chain.num_carry:], (s.values[0] for s in chain.slots)))
+        body = [e.replace(invars=[rename.get(a, a) if isinstance(a, Var) else a for a in e.invars]) for e in chain.body.eqns]
+        leaves = [(g, g[0]) for g in lane_groups]
+        inputs = [v for _, v in leaves]
+        eqns = [*_ancestors(graph.program, [a for a in rename.values() if isinstance(a, Var)], set(inputs)), *body]
+    jaxpr = _closed(chain.body.invars[:chain.num_carry], inputs, eqns, chain.body.outvars)
+    positions = [jaxpr.invars.index(v) for _, v in leaves]
+    layout = tensor_layout(jaxpr, positions, tensor, carry_invars=range(chain.num_carry))
+    return {key: split for (key, _), split in zip(leaves, layout.splits)}
+
+
+def _stack_source(graph: BlockGraph, stack: Any, stack_inputs: Sequence[Var]):
+    from merak_jax.runtime.groups import stack_leaves
+
+    made_of = stack_leaves(graph.program, [stack], graph.chain.length)
+    return made_of[0] if made_of and made_of[0] in set(stack_inputs) else None
+
+
+def _ancestors(program: Jaxpr, wanted: Sequence[Var], stop: set[Var]) -> list:
+    need = {v for v in wanted if v not in stop}
+    kept = []
+    for eqn in reversed(program.eqns):
+        if any(v in need for v in eqn.outvars):
+            kept.append(eqn)
+            need.update(a for a in eqn.invars if isinstance(a, Var) and a not in stop)
+    return kept[::-1]
+
+
+def _closed(carry, inputs, eqns, outvars) -> Jaxpr:
+    """A jaxpr whose further inputs are whatever `eqns` read and do not make."""
+    made = {v for e in eqns for v in e.outvars} | set(carry) | set(inputs)
+    read = [a for e in eqns for a in e.invars if isinstance(a, Var)] + [a for a in outvars if isinstance(a, Var)]
+    free = list(dict.fromkeys(a for a in read if a not in made))
+    return make_jaxpr([], [*carry, *inputs, *free], outvars, eqns)

@@ -1,0 +1,183 @@
+"""Packed state: the user's tree stored as `[P, N, ...]` arrays over `pipe`, and read back as the user's tree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from merak_jax.errors import StateError
+from merak_jax.partition.lanes import LaneLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a leaf of the user's tree is stored: array number, and its lane; `lane` None = whole, -1 = all lanes `[L, ...]`."""
+
+    array: int
+    lane: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """How one argument of the train step is stored: a place per leaf, a sharding per stored array."""
+
+    tree: Any
+    paths: tuple[str, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    places: tuple[Place, ...]
+    specs: tuple[PartitionSpec, ...]
+    lanes: LaneLayout
+    mesh: Mesh
+
+    def __hash__(self) -> int:
+        return hash((self.tree, self.places, self.specs, self.lanes, self.mesh))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StateLayout) and (
+            (self.tree, self.places, self.specs, self.lanes, self.mesh, self.avals)
+            == (other.tree, other.places, other.specs, other.lanes, other.mesh, other.avals))
+
+    @property
+    def shardings(self) -> list[NamedSharding]:
+        return [NamedSharding(self.mesh, spec) for spec in self.specs]
+
+    def leaves_of(self, array: int) -> list[int]:
+        """The leaves stored in one array, in lane order."""
+        return [i for i, place in enumerate(self.places) if place.array == array]
+
+    def pack(self, leaves: Sequence[Any]) -> list[Any]:
+        """The stored arrays made from whole leaves (traced or not)."""
+        arrays = []
+        for number in range(len(self.specs)):
+            members = self.leaves_of(number)
+            lane = self.places[members[0]].lane
+            if lane is None:
+                arrays.append(leaves[members[0]])
+            elif lane == -1:
+                arrays.append(self.lanes.pack_stack(leaves[members[0]]))
+            else:
+                members.sort(key=lambda i: self.places[i].lane)
+                arrays.append(self.lanes.pack([leaves[i] for i in members]))
+        return arrays
+
+    def unpack_leaf(self, arrays: Sequence[Any], leaf: int) -> Any:
+        """One leaf of the user's tree."""
+        place = self.places[leaf]
+        if place.lane is None:
+            return arrays[place.array]
+        if place.lane == -1:
+            return self.lanes.unpack_stack(arrays[place.array])
+        return self.lanes.unpack(arrays[place.array], place.lane)
+
+    def shard(self, tree: Any) -> PackedState:
+        """Place the user's tree on the mesh; every array is a fresh buffer, so that donating it cannot touch the user's."""
+        structure = jax.tree.structure(tree)
+        if structure != self.tree:
+            raise StateError(f"the state has another structure than the one the step was planned for:\n  {structure}\n"
+                             f"planned:\n  {self.tree}")
+        leaves = jax.tree.leaves(tree)
+        for path, aval, leaf in zip(self.paths, self.avals, leaves):
+            if np.shape(leaf) != aval.shape:
+                raise StateError(f"state leaf {path} has shape {np.shape(leaf)}, planned for {aval.shape}")
+        leaves = [jnp.asarray(x, dtype=a.dtype) if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) else x
+                  for x, a in zip(leaves, self.avals)]
+        arrays: list[Any] = [None] * len(self.specs)
+        shardings = self.shardings
+        for number, sharding in enumerate(shardings):
+            members = self.leaves_of(number)
+            if self.places[members[0]].lane is None:
+                arrays[number] = jax.device_put(leaves[members[0]], sharding, may_alias=False)
+            else:
+                members.sort(key=lambda i: self.places[i].lane)
+                host = [_on_default(leaves[i]) for i in members]
+                packed = self.lanes.pack_stack(host[0]) if self.places[members[0]].lane == -1 else self.lanes.pack(host)
+                arrays[number] = jax.device_put(packed, sharding, may_alias=False)
+        return PackedState(self, arrays)
+
+    def unshard(self, arrays: Sequence[Any]) -> Any:
+        """The user's own tree, every leaf whole."""
+        return jax.tree.unflatten(self.tree, [self.unpack_leaf(arrays, i) for i in range(len(self.places))])
+
+
+def _on_default(leaf):
+    """A leaf that other devices may hold, brought to where stacking is possible."""
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 and not jax.dtypes.issubdtype(
+            leaf.dtype, jax.dtypes.extended):
+        return np.asarray(leaf)
+    return leaf
+
+
+class _Unread:
+    """Stands for a leaf while an attribute of the user's tree is looked up."""
+
+    def __init__(self, leaf: int):
+        self.leaf = leaf
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PackedState:
+    """The state between steps: reads like the user's tree (`state.step`, `state.params[...]`), stored packed and sharded."""
+
+    def __init__(self, layout: StateLayout, arrays: Sequence[Any]):
+        object.__setattr__(self, "_layout", layout)
+        object.__setattr__(self, "_arrays", list(arrays))
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.SequenceKey(i), a) for i, a in enumerate(self._arrays)], self._layout
+
+    @classmethod
+    def tree_unflatten(cls, layout, arrays):
+        return cls(layout, arrays)
+
+    def _resolve(self, part: Any) -> Any:
+        def read(x):
+            return self._layout.unpack_leaf(self._arrays, x.leaf) if isinstance(x, _Unread) else x
+
+        return jax.tree.map(read, part, is_leaf=lambda x: isinstance(x, _Unread))
+
+    def _outline(self) -> Any:
+        return jax.tree.unflatten(self._layout.tree, [_Unread(i) for i in range(len(self._layout.places))])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._resolve(getattr(self._outline(), name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"the sharded state is read-only; use step.unshard(state), change {name!r}, and step.shard it")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._resolve(self._outline()[key])
+
+    def __repr__(self) -> str:
+        layout = self._layout
+        mesh = "·".join(str(n) for n in layout.mesh.devices.shape)
+        stored = sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in self._arrays if hasattr(a.dtype, "itemsize"))
+        kind = type(self._outline()).__name__
+        return f"<{kind} sharded over mesh {mesh}: {len(layout.places)} leaves in {len(self._arrays)} arrays, {stored:,} bytes>"
+
+
+class DeferredState:
+    """A state that `step.init` will make on the mesh when the first batch tells its layout; reading it makes it here."""
+
+    def __init__(self, function, args):
+        self._function, self._args = function, args
+        self.shapes = jax.eval_shape(function, *args)
+
+    def make(self) -> Any:
+        """The user's tree, made on the default device."""
+        return jax.jit(self._function)(*self._args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "shapes":
+            raise AttributeError(name)
+        return getattr(self.make(), name)
+
+    def __repr__(self) -> str:
+        return f"<{type(self.shapes).__name__} to be made on the mesh at the first step: {len(jax.tree.leaves(self.shapes))} leaves>"

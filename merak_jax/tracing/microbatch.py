@@ -1,0 +1,265 @@
+"""Prove that a loss can be computed microbatch by microbatch, and rewrite it so."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from merak_jax.errors import NotSeparableError
+from merak_jax.tracing.inline import make_jaxpr
+from merak_jax.tracing.matching import merge
+from merak_jax.tracing.rows import WAYS_OUT, Atom, Walker, differing_axes
+from merak_jax.tracing.separability import Batched, Partial, RandomDrawError, Shared, Status, Uniform
+
+__all__ = ["Batched", "Domain", "MicrobatchedLoss", "Partial", "Shared", "Status", "microbatch"]
+
+
+class Domain(enum.IntFlag):
+    """What a value depends on; a value with a batch dimension depends on the batch."""
+
+    CONSTANT = 0
+    PARAMETER = 1
+    BATCH = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True)
+class MicrobatchedLoss:
+    """A loss in two programs: one runs once on the full batch, one on every microbatch.
+
+    Attributes:
+      precompute: full size. Inputs of the loss -> values that depend on the batch only and can't be made row by row
+        (a token count, a sort over the batch).
+      precomputed_status: of its outputs, Shared or Batched (then a microbatch gets its rows, as of a batch leaf).
+      pipeline: microbatch size. [inputs of the loss, precomputed values, is_first] -> outputs of the loss, where the
+        scalar bool is_first is true for exactly one microbatch of the step. No dead equations.
+      pipeline_status, pipeline_domain: of its inputs. Between microbatches, is_first is Partial.
+      out_status, out_domain: of its outputs. Output 0, the loss, is Partial (Shared if there is one microbatch only), so
+        the gradient of the full-batch loss is the sum of the microbatches' gradients.
+      status, domain: of every variable of `pipeline`.
+    """
+
+    precompute: ClosedJaxpr
+    precomputed_status: tuple[Status, ...]
+    pipeline: ClosedJaxpr
+    pipeline_status: tuple[Status, ...]
+    pipeline_domain: tuple[Domain, ...]
+    out_status: tuple[Status, ...]
+    out_domain: tuple[Domain, ...]
+    status: dict[Var, Status]
+    domain: dict[Var, Domain]
+
+
+def microbatch(
+    full: ClosedJaxpr,
+    micro: ClosedJaxpr,
+    statuses: Sequence[Status],
+    domains: Sequence[Domain],
+    *,
+    rows_full: int,
+    rows_micro: int,
+) -> MicrobatchedLoss:
+    """Rewrite a loss so that microbatches of `rows_micro` rows combine to the numbers of `rows_full` rows.
+
+    Args:
+      full, micro: the loss traced at both sizes, without nested `jit`; output 0 is the loss.
+      statuses: of the inputs: Shared for parameters and values made before, Batched for batch leaves.
+      domains: of the inputs.
+      rows_full, rows_micro: B and b; B is a multiple of b.
+
+    Raises:
+      NotSeparableError: the two are different programs, or a value that the loss needs is no function of single
+        rows; the message has the user's source line and the ways out.
+    """
+    if len(statuses) != len(micro.jaxpr.invars) or len(domains) != len(statuses):
+        raise ValueError(f"{len(micro.jaxpr.invars)} inputs, {len(statuses)} statuses, {len(domains)} domains")
+    if rows_full == rows_micro:
+        return _undivided(micro, domains)
+    if rows_full % rows_micro:
+        raise ValueError(f"{rows_micro} rows do not divide {rows_full}")
+    merged = merge(full.jaxpr, micro.jaxpr)
+    live = _live(full.jaxpr.eqns, full.jaxpr.outvars)
+    split = _Split(full, merged, rows_full, rows_micro)
+    split.read_inputs(statuses, domains)
+    for is_live, a, b in zip(live, full.jaxpr.eqns, merged.eqns):
+        if is_live:
+            split.equation(a, b)
+    return split.finish()
+
+
+class _Split:
+    """Sorts the equations of the loss into the pipeline and what is made of the full batch before it."""
+
+    def __init__(self, full: ClosedJaxpr, micro: Jaxpr, rows_full: int, rows_micro: int):
+        self.full, self.micro = full, micro
+        self.walker = Walker(rows_full, rows_micro)
+        self.domain: dict[Var, Domain] = {}
+        self.full_of: dict[Var, Var] = {}
+
+    def read_inputs(self, statuses: Sequence[Status], domains: Sequence[Domain]) -> None:
+        for a, b in zip(self.full.jaxpr.constvars, self.micro.constvars):
+            if differing_axes(a.aval, b.aval):
+                self.domain[b] = Domain.BATCH
+                error = NotSeparableError(f"A constant array {a.aval} does not have the batch in one dimension. {WAYS_OUT}")
+                self._precompute(a, b, [], error)
+            else:
+                self.domain[b], self.walker.status[b] = Domain.CONSTANT, Shared()
+        for i, (a, b) in enumerate(zip(self.full.jaxpr.invars, self.micro.invars)):
+            if not self.walker.consistent(statuses[i], a.aval, b.aval):
+                raise NotSeparableError(
+                    f"input {i} is {a.aval} for the full batch and {b.aval} for a microbatch, which is not {statuses[i]}"
+                )
+            self.domain[b], self.walker.status[b] = Domain(domains[i]), statuses[i]
+
+    def equation(self, full: JaxprEqn, micro: JaxprEqn) -> None:
+        domain = self._union(micro.invars)
+        if any(differing_axes(a.aval, b.aval) for a, b in zip(full.outvars, micro.outvars)):
+            domain |= Domain.BATCH
+        self.domain.update((v, domain) for v in micro.outvars)
+        try:
+            found: list[Status] = self.walker.step(full, micro)
+            reason = NotSeparableError(f"a sum over the batch has the batch in one dimension. {WAYS_OUT}")
+        except NotSeparableError as error:
+            if domain & Domain.PARAMETER:
+                raise
+            found, reason = [Partial()], error
+        if domain & Domain.PARAMETER or not any(isinstance(s, Partial) for s in found):
+            return
+        operands = [self.walker.status.get(a) for a in micro.invars if isinstance(a, Var)]
+        for a, b in zip(full.outvars, micro.outvars):
+            self._precompute(a, b, operands, reason)
+
+    def _precompute(self, full: Var, micro: Var, operands: Iterable[Status | None], reason: NotSeparableError) -> None:
+        """Let the pipeline have a value of the full batch: whole, or its rows if they lie along one dimension."""
+        axes = differing_axes(full.aval, micro.aval)
+        status: Status = Shared()
+        if axes:
+            share = full.aval.shape[axes[0]] // self.walker.rows_full
+            layouts = [s for s in operands if isinstance(s, Batched) and s.outer * s.inner == share]
+            outer = layouts[0].outer if layouts else 1
+            status = Batched(axes[0], outer, share // outer)
+        if isinstance(reason, RandomDrawError) or not self.walker.consistent(status, full.aval, micro.aval):
+            self.walker.missing[micro] = reason
+            return
+        self.walker.status[micro] = status
+        self.full_of[micro] = full
+
+    def finish(self) -> MicrobatchedLoss:
+        walker, outvars = self.walker, list(self.micro.outvars)
+        if isinstance(walker.read(outvars[0]), Shared):
+            near = walker.seen[-1][1] if walker.seen else None
+            outvars[0] = walker.once(outvars[0], near)
+            if isinstance(outvars[0], Var):
+                walker.status[outvars[0]] = Partial()
+        elif not isinstance(walker.read(outvars[0]), Partial):
+            raise NotSeparableError(
+                f"The loss has one value per row of the batch ({self.full.jaxpr.outvars[0].aval} for the full batch); "
+                "return its sum or its mean."
+            )
+        for atom in outvars:
+            walker.read(atom)
+        candidates = [e for e in walker.eqns if not any(v in self.full_of for v in e.outvars)]
+        kept = [e for e, live in zip(candidates, _live(candidates, outvars)) if live]
+        used = {a for e in kept for a in e.invars if isinstance(a, Var)} | {a for a in outvars if isinstance(a, Var)}
+        precomputed = [v for v in self.full_of if v in used]
+        constants = [(v, c) for v, c in zip(self.micro.constvars, self.full.consts) if v in used and v not in self.full_of]
+        invars = [*self.micro.invars, *precomputed, walker.first]
+        walker.status[walker.first] = Partial()
+        self.domain[walker.first] = Domain.BATCH
+        jaxpr = make_jaxpr([v for v, _ in constants], invars, outvars, kept)
+        for eqn in kept:
+            self.domain.update((v, self._union(eqn.invars)) for v in eqn.outvars if v not in self.domain)
+        return _result(
+            _precompute_program(self.full, [self.full_of[v] for v in precomputed]),
+            len(precomputed),
+            ClosedJaxpr(jaxpr, [c for _, c in constants]),
+            {v: self._public(walker.status[v], v) for v in _variables(jaxpr)},
+            self.domain,
+        )
+
+    def _public(self, status: Status, var: Var) -> Status:
+        if isinstance(status, Uniform):
+            return Batched(status.axis, 1, var.aval.shape[status.axis] // self.walker.rows_micro)
+        return status
+
+    def _union(self, atoms: Iterable[Atom]) -> Domain:
+        domain = Domain.CONSTANT
+        for atom in atoms:
+            if isinstance(atom, Var):
+                domain |= self.domain[atom]
+        return domain
+
+
+def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain]) -> MicrobatchedLoss:
+    """One microbatch: every value is its own truth."""
+    jaxpr = loss.jaxpr
+    eqns = [e for e, live in zip(jaxpr.eqns, _live(jaxpr.eqns, jaxpr.outvars)) if live]
+    first = Walker(1, 1).first
+    domain: dict[Var, Domain] = dict.fromkeys(jaxpr.constvars, Domain.CONSTANT)
+    domain.update((v, Domain(d)) for v, d in zip(jaxpr.invars, domains))
+    domain[first] = Domain.BATCH
+    for eqn in eqns:
+        union = Domain.CONSTANT
+        for atom in eqn.invars:
+            union |= domain[atom] if isinstance(atom, Var) else Domain.CONSTANT
+        domain.update((v, union) for v in eqn.outvars)
+    pipeline = make_jaxpr(jaxpr.constvars, [*jaxpr.invars, first], jaxpr.outvars, eqns)
+    return _result(
+        ClosedJaxpr(make_jaxpr([], jaxpr.invars, [], []), []),
+        0,
+        ClosedJaxpr(pipeline, loss.consts),
+        {v: Shared() for v in _variables(pipeline)},
+        domain,
+    )
+
+
+def _result(
+    precompute: ClosedJaxpr, count: int, pipeline: ClosedJaxpr, status: dict[Var, Status], domain: dict[Var, Domain]
+) -> MicrobatchedLoss:
+    jaxpr = pipeline.jaxpr
+
+    def status_of(atom: Any) -> Status:
+        return Shared() if isinstance(atom, Literal) else status[atom]
+
+    def domain_of(atom: Any) -> Domain:
+        return Domain.CONSTANT if isinstance(atom, Literal) else domain[atom]
+
+    return MicrobatchedLoss(
+        precompute=precompute,
+        precomputed_status=tuple(map(status_of, jaxpr.invars[len(jaxpr.invars) - 1 - count : -1])),
+        pipeline=pipeline,
+        pipeline_status=tuple(map(status_of, jaxpr.invars)),
+        pipeline_domain=tuple(map(domain_of, jaxpr.invars)),
+        out_status=tuple(map(status_of, jaxpr.outvars)),
+        out_domain=tuple(map(domain_of, jaxpr.outvars)),
+        status=status,
+        domain={v: domain[v] for v in status},
+    )
+
+
+def _precompute_program(full: ClosedJaxpr, outvars: Sequence[Var]) -> ClosedJaxpr:
+    jaxpr = full.jaxpr
+    eqns = [e for e, live in zip(jaxpr.eqns, _live(jaxpr.eqns, outvars, keep_effects=False)) if live]
+    used = {a for e in eqns for a in e.invars if isinstance(a, Var)} | set(outvars)
+    constants = [(v, c) for v, c in zip(jaxpr.constvars, full.consts) if v in used]
+    program = make_jaxpr([v for v, _ in constants], jaxpr.invars, outvars, eqns)
+    return ClosedJaxpr(program, [c for _, c in constants])
+
+
+def _variables(jaxpr: Jaxpr) -> list[Var]:
+    return [*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)]
+
+
+def _live(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], *, keep_effects: bool = True) -> list[bool]:
+    """Which equations the outputs need; those with effects (a debug print) are needed too."""
+    needed = {a for a in outvars if isinstance(a, Var)}
+    flags = [False] * len(eqns)
+    for i in range(len(eqns) - 1, -1, -1):
+        if (keep_effects and eqns[i].effects) or any(v in needed for v in eqns[i].outvars):
+            flags[i] = True
+            needed.update(a for a in eqns[i].invars if isinstance(a, Var))
+    return flags

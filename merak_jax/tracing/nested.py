@@ -1,0 +1,214 @@
+"""Rules for equations that hold programs: loops, conditionals, remat, and custom derivatives with their backward rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
+from jax.extend.core import ClosedJaxpr
+
+from merak_jax.errors import MerakError
+from merak_jax.tracing.matching import merge
+from merak_jax.tracing.separability import Batched, Partial, Shared, Status, Uniform, is_rows, rule
+
+
+def join(op, a: Status, b: Status) -> Status:
+    """The status that is true of a value which is sometimes `a` and sometimes `b`."""
+    if a == b:
+        return a
+    if {type(a), type(b)} == {Shared, Partial}:
+        return Partial()
+    if is_rows(a) and is_rows(b) and a.axis == b.axis and Uniform in (type(a), type(b)):
+        return a if isinstance(a, Batched) else b
+    return op.fail(f"a value of `{op.name}` depends on the batch in one way in one place and in another way elsewhere")
+
+
+def _sums(statuses: Sequence[Status]) -> list[bool]:
+    return [isinstance(s, Partial) for s in statuses]
+
+
+@rule("remat2", "checkpoint")
+def _remat(op):
+    inner = op.walk("jaxpr", op.status)
+    op.set_params(jaxpr=inner.jaxpr)
+    if inner.uses_first:
+        op.insert_first(len(op.status))
+    return inner.status
+
+
+@rule("jit", "pjit", "closed_call", "core_call")
+def _call(op):
+    return op.walk("jaxpr" if "jaxpr" in op.params else "call_jaxpr", op.status, may_gate=False).status
+
+
+@rule("scan")
+def _scan(op):
+    first_carry = op.params["num_consts"]
+    first_slice = first_carry + op.params["num_carry"]
+    consts, slices = op.status[:first_carry], []
+    for status in op.status[first_slice:]:
+        if is_rows(status):
+            if status.axis == 0:
+                op.fail("a scan goes over the rows of the batch")
+            status = replace(status, axis=status.axis - 1)
+        slices.append(status)
+    if op.full.params["length"] != op.params["length"]:
+        op.fail("a loop makes one turn per row of the batch")
+    carry, inner = op.fixpoint(
+        op.status[first_carry:first_slice],
+        lambda carry: op.walk("jaxpr", [*consts, *carry, *slices], sums=_sums(carry)),
+    )
+    _start_once(op, first_carry, carry)
+    if inner.uses_first:
+        op.insert_first(first_carry)
+        inner = inner.first_argument_at(first_carry)
+        op.set_params(num_consts=first_carry + 1)
+    op.set_params(jaxpr=inner.jaxpr)
+    stacked = inner.status[len(carry) :]
+    return [*carry, *(replace(s, axis=s.axis + 1) if is_rows(s) else s for s in stacked)]
+
+
+@rule("while")
+def _while(op):
+    first_body = op.params["cond_nconsts"]
+    first_carry = first_body + op.params["body_nconsts"]
+    consts = op.status[first_body:first_carry]
+    carry, inner = op.fixpoint(
+        op.status[first_carry:], lambda carry: op.walk("body_jaxpr", [*consts, *carry], sums=_sums(carry))
+    )
+    test = op.walk("cond_jaxpr", [*op.status[:first_body], *carry], may_gate=False)
+    if not isinstance(test.status[0], Shared):
+        op.fail("the number of turns of a loop depends on the batch")
+    _start_once(op, first_carry, carry)
+    op.set_params(cond_jaxpr=test.jaxpr)
+    if inner.uses_first:
+        op.insert_first(first_carry)
+        inner = inner.first_argument_at(len(consts))
+        op.set_params(body_nconsts=len(consts) + 1)
+    op.set_params(body_jaxpr=inner.jaxpr)
+    return carry
+
+
+def _start_once(op, first_carry: int, carry: Sequence[Status]) -> None:
+    for i, status in enumerate(carry):
+        if isinstance(status, Partial) and isinstance(op.status[first_carry + i], Shared):
+            op.count_once(first_carry + i)
+
+
+@rule("cond")
+def _cond(op):
+    if not isinstance(op.status[0], Shared):
+        op.fail("the branch that is taken depends on the batch")
+    count = len(op.params["branches"])
+    joined = op.walk("branches", op.status[1:], index=0).status
+    for i in range(1, count):
+        other = op.walk("branches", op.status[1:], index=i).status
+        joined = [join(op, a, b) for a, b in zip(joined, other)]
+    branches = [op.walk("branches", op.status[1:], index=i, sums=_sums(joined)) for i in range(count)]
+    if any(b.uses_first for b in branches):
+        op.insert_first(len(op.status))
+        branches = [b.with_first() for b in branches]
+    op.set_params(branches=tuple(b.jaxpr for b in branches))
+    return joined
+
+
+# -- custom derivatives: the function itself, then the rule that is used when it is differentiated
+
+
+@rule("custom_jvp_call")
+def _custom_jvp(op):
+    outputs = op.walk("call_jaxpr", op.status, may_gate=False).status
+    skip = op.params["num_consts"]
+    primals = op.micro.invars[skip:]
+    zeros = [not jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in primals]
+
+    def tangent_program(eqn) -> tuple[ClosedJaxpr, Sequence[bool]]:
+        jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+        return ClosedJaxpr(jaxpr, consts), out_zeros
+
+    (full, _), (micro, out_zeros) = _trace(op, lambda: (tangent_program(op.full), tangent_program(op.micro)))
+    inputs = op.status[skip:]
+    found = _walk_derivative(op, full, micro, [*inputs, *(s for s, z in zip(inputs, zeros) if not z)])
+    expected = [*outputs, *(s for s, z in zip(outputs, out_zeros) if not z)]
+    _check_derivative(op, found, expected)
+    return outputs
+
+
+@rule("custom_vjp_call")
+def _custom_vjp(op):
+    outputs = op.walk("call_jaxpr", op.status, may_gate=False).status
+    skip = op.params["num_consts"]
+    inputs = op.status[skip:]
+
+    def forward(eqn) -> ClosedJaxpr:
+        nonzero = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[skip:]]
+        return ClosedJaxpr(*eqn.params["fwd_jaxpr_thunk"].call_wrapped(*nonzero))
+
+    forwards = _trace(op, lambda: [forward(op.full), forward(op.micro)])
+    made = _walk_derivative(op, *forwards, inputs)
+    _, tree, forwarded = op.micro.params["out_trees"]()
+    num_made = tree.num_leaves - sum(f is not None for f in forwarded)
+    _check_derivative(op, made[num_made:], outputs)
+
+    def residuals(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+        new_ = iter(new)
+        return [next(new_) if f is None else old[f] for f in forwarded]
+
+    def backward(eqn, fwd: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:
+        places: list[int] = []
+
+        def run(*args):
+            results = eqn.params["bwd"].call_wrapped(*args)
+            arrays = [(i, r) for i, r in enumerate(results) if isinstance(r, jax.Array | np.ndarray) and r.dtype != float0]
+            places[:] = [i for i, _ in arrays]
+            return [r for _, r in arrays]
+
+        avals = residuals(fwd.out_avals[:num_made], [v.aval for v in eqn.invars])
+        cotangents = [v.aval.to_ct_aval() for v in eqn.outvars]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in [*avals, *cotangents]]
+        return jax.make_jaxpr(run)(*shapes), places
+
+    (full, _), (micro, places) = _trace(
+        op, lambda: [backward(eqn, fwd) for eqn, fwd in zip((op.full, op.micro), forwards)]
+    )
+    # Sums and shared values change places in the backward direction.
+    cotangents = [_dual(s) for s in outputs]
+    found = _walk_derivative(
+        op, full, micro, [*residuals(made[:num_made], op.status), *cotangents],
+        sums={k: True for k, i in enumerate(places) if isinstance(inputs[i], Shared)},
+    )  # fmt: skip
+    _check_derivative(op, found, [_dual(inputs[i]) for i in places])
+    return outputs
+
+
+def _dual(status: Status) -> Status:
+    if isinstance(status, Shared):
+        return Partial()
+    return Shared() if isinstance(status, Partial) else status
+
+
+def _trace(op, function):
+    try:
+        return function()
+    except MerakError:
+        raise
+    except Exception as error:
+        return op.fail(f"the derivative rule of a `{op.name}` can't be traced on its own ({type(error).__name__}: {error})")
+
+
+def _walk_derivative(op, full: ClosedJaxpr, micro: ClosedJaxpr, statuses, sums=None) -> list[Status]:
+    merged = merge(full.jaxpr, micro.jaxpr, exact_literals=True)
+    wanted = [bool(sums and sums.get(k)) for k in range(len(micro.jaxpr.outvars))]
+    return op.walk_programs(full, ClosedJaxpr(merged, micro.consts), statuses, sums=wanted, may_gate=False).status
+
+
+def _check_derivative(op, found: Sequence[Status], expected: Sequence[Status]) -> None:
+    for a, b in zip(found, expected):
+        # Rows that are all the same are rows in any order.
+        if a != b and not (is_rows(a) and is_rows(b) and a.axis == b.axis and Uniform in (type(a), type(b))):
+            op.fail("a custom derivative rule couples the rows of the batch, or counts them more than once")
