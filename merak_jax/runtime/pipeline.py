@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from merak_jax.runtime.rows import rows_back, rows_first
 from merak_jax.runtime.stage import Stage, accumulator_dtype, is_differentiable, merge, put, select, take
 from merak_jax.schedules.ticks import TickTable
 from merak_jax.tracing.jaxprs import evaluate
-from merak_jax.tracing.microbatch import Batched, Partial
+from merak_jax.tracing.microbatch import Batched, Partial, Shared
 
 P = PartitionSpec
 
@@ -26,7 +27,8 @@ P = PartitionSpec
 class Pipeline:
     """A loss cut into blocks, ready to run on a mesh.
 
-    `rows_status`: per rows input of the graph its Batched status, or None for the flag of the step's first microbatch.
+    `rows_status`: per rows input of the graph its Batched status, or None for the flag of the step's first microbatch;
+    Shared where the whole batch is the one microbatch.
     `output_status`: per epilogue output. `shared`: the variables of the shared values, in the order they are given;
     `shared_gradient`, `lane_gradient`: which shared values and which lane operands gradients are wanted for.
     `shared_specs`, `lane_specs`: their sharding, lanes as `[P, N, ...]`.
@@ -38,7 +40,7 @@ class Pipeline:
     num_microbatches: int
     table: TickTable | None
     rows: int
-    rows_status: tuple[Batched | None, ...]
+    rows_status: tuple[Batched | Shared | None, ...]
     output_status: tuple[Any, ...]
     shared: tuple[Any, ...]
     shared_gradient: tuple[bool, ...]
@@ -54,12 +56,13 @@ class Pipeline:
         """
         data = self.mesh.shape["data"]
         statuses = [s for s in self.rows_status if s is not None]
-        rows = [rows_first(x, s, self.rows) for x, s in zip(batch, statuses)]
+        rows = [rows_first(x, s, self.rows) if isinstance(s, Batched) else x for x, s in zip(batch, statuses)]
         local_rows = self.rows // data
         size = local_rows // self.num_microbatches
 
         def local(lanes, shared, rows):
-            rows = [x.reshape(self.num_microbatches, size, *x.shape[1:]) for x in rows]
+            rows = [x.reshape(self.num_microbatches, size, *x.shape[1:]) if isinstance(s, Batched) else x[None]
+                    for x, s in zip(rows, statuses)]
             run = _Run(self, lanes, shared, rows)
             outputs, lane_sums, shared_sums = run.plain() if self.table is None else run.ticks()
             sums = [o for o, s in zip(outputs, self.output_status) if isinstance(s, Partial)]
@@ -86,6 +89,7 @@ class _Run:
         self.p, self.graph, self.lanes, self.shared, self.rows = pipeline, pipeline.graph, lanes, shared, rows
         self.value_of = dict(zip(pipeline.shared, shared))
         self.data = pipeline.mesh.shape["data"]
+        self.first_shard = lax.axis_index("data") == 0 if self.data > 1 else None
         self.stages = pipeline.mesh.shape["pipe"]
         chain = self.graph.chain
         if chain is not None:
@@ -100,9 +104,13 @@ class _Run:
         """The rows inputs of microbatch `m`, at microbatch shape."""
         feed = iter(self.rows)
         first = m == 0
-        if self.data > 1:
-            first = first & (lax.axis_index("data") == 0)
-        return [first if status is None else rows_back(take(next(feed), m), status) for status in self.p.rows_status]
+        if self.first_shard is not None:
+            first = first & self.first_shard
+        def rows(status):
+            value = take(next(feed), m)
+            return rows_back(value, status) if isinstance(status, Batched) else value
+
+        return [first if status is None else rows(status) for status in self.p.rows_status]
 
     def values(self, variables, shared=None) -> list[Any]:
         value_of = self.value_of if shared is None else dict(zip(self.p.shared, shared))
@@ -129,7 +137,8 @@ class _Run:
     def _constrain(self, value, spec):
         if all(self.p.mesh.shape[a] == 1 for a in ("pipe", "tensor")):
             return value
-        return lax.with_sharding_constraint(value, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
+        context = jax.sharding.get_abstract_mesh()
+        return lax.with_sharding_constraint(value, NamedSharding(self.p.mesh if context.empty else context, spec))
 
     def constrain_lane_sums(self, sums, inside_pipe: bool = True):
         """Keep the accumulators of lane gradients split as their parameters are."""
@@ -264,29 +273,37 @@ class _Run:
             state["inbox"] = self._receive(state["inbox"], back, column["receive_backward_slot"], first_block=False)
         return state
 
-    def _on_stages(self, function, stage_args, whole_args, out_whole=()):
-        """Run `function` on every stage: `stage_args` are split over `pipe` in dimension 0, `whole_args` are not."""
-        def body(stage_args, whole_args):
+    def _on_stages(self, function, stage_args, whole_args):
+        """Run `function(run, stage, own, whole)` on every stage.
+
+        `stage_args` are split over `pipe` in dimension 0, `whole_args` are not; `run` reads the values that blocks need.
+        """
+        names = list(dict.fromkeys([*self.graph.chain.shared, *self.graph.side_shared]))
+
+        def body(stage_args, whole_args, values):
             own = jax.tree.map(lambda x: x[0], stage_args)
-            out = function(lax.axis_index("pipe"), own, whole_args)
+            run = copy.copy(self)
+            shared, run.rows, run.first_shard = values
+            run.value_of = dict(zip(names, shared))
+            out = function(run, lax.axis_index("pipe"), own, whole_args)
             return jax.tree.map(lambda x: x[None], out)
 
         mesh = None if self.data > 1 else self.p.mesh
         return jax.shard_map(body, mesh=mesh, axis_names={"pipe"}, check_vma=False,
-                             in_specs=(P("pipe"), P()), out_specs=P("pipe"))(stage_args, whole_args)
+                             in_specs=(P("pipe"), P(), P()), out_specs=P("pipe"))(
+            stage_args, whole_args, (self.values(names), self.rows, self.first_shard))
 
     def _forward(self, state, column):
         rows = self.microbatch(jnp.maximum(column["forward"][0], 0))
         first = self.prologue(None, rows)
         counts = jnp.asarray(self.p.layout.counts, jnp.int32)
-        shared = self.values(self.graph.chain.shared)
         shift = [(s, s + 1) for s in range(self.stages - 1)]
 
-        def body(stage, own, whole):
-            first, shared = whole
+        def body(run, stage, own, first):
             m, slot, count = own["m"], jnp.maximum(own["slot"], 0), own["count"]
             carry = [jnp.where(stage == 0, x, take(s, slot, 0)) for x, s in zip(first, own["stash"])]
-            side = self.side(self.microbatch(jnp.maximum(m, 0)))
+            side = run.side(run.microbatch(jnp.maximum(m, 0)))
+            shared = run.values(self.graph.chain.shared)
             # An idle stage runs no block: nothing to discard, and no slot is touched.
             out, stash = self.stage.forward(carry, own["lanes"], shared, side, own["stash"], slot,
                                             jnp.where(m >= 0, count, 0))
@@ -295,7 +312,7 @@ class _Run:
 
         stash, out, sent = self._on_stages(
             body, {"m": column["forward"], "slot": column["forward_slot"], "count": counts, "stash": state["stash"],
-                   "lanes": self.lanes}, (first, shared))
+                   "lanes": self.lanes}, first)
         return stash, [x[self.stages - 1] for x in out], sent
 
     def _run_epilogue(self, state, carry, m, valid):
@@ -319,27 +336,27 @@ class _Run:
     def _store_epilogue(self, inbox, cotangent, column):
         last = self.stages - 1
 
-        def body(stage, own, whole):
-            return _store(own, whole, jnp.where(stage == last, column["epilogue_slot"], -1))
+        def body(run, stage, own, whole):
+            cotangent, slot = whole
+            return _store(own, cotangent, jnp.where(stage == last, slot, -1))
 
-        return self._on_stages(body, inbox, list(cotangent))
+        return self._on_stages(body, inbox, (list(cotangent), column["epilogue_slot"]))
 
     def _backward(self, state, column, cotangent):
         counts = jnp.asarray(self.p.layout.counts, jnp.int32)
-        shared = self.values(self.graph.chain.shared)
         shift = [(s, s - 1) for s in range(1, self.stages)]
         last = self.stages - 1
 
-        def body(stage, own, whole):
-            cotangent, shared = whole
+        def body(run, stage, own, whole):
+            cotangent, epilogue_slot = whole
             m, slot = own["m"], jnp.maximum(own["slot"], 0)
             inbox = own["inbox"]
             if cotangent is not None:
-                inbox = _store(inbox, cotangent, jnp.where(stage == last, column["epilogue_slot"], -1))
+                inbox = _store(inbox, cotangent, jnp.where(stage == last, epilogue_slot, -1))
             incoming = [take(x, jnp.maximum(own["cotangent_slot"], 0)) for x in inbox]
-            side = self.side(self.microbatch(jnp.maximum(m, 0)))
+            side = run.side(run.microbatch(jnp.maximum(m, 0)))
             out, lanes, block_shared = self.stage.backward(
-                incoming, own["lanes"], shared, side, own["stash"], slot, jnp.where(m >= 0, own["count"], 0),
+                incoming, own["lanes"], run.values(self.graph.chain.shared), side, own["stash"], slot, jnp.where(m >= 0, own["count"], 0),
                 own["lane_sums"], own["shared_sums"])
             sent = [lax.ppermute(x, "pipe", shift) for x in out]
             return inbox, out, sent, lanes, block_shared
@@ -348,7 +365,7 @@ class _Run:
             body, {"m": column["backward"], "slot": column["backward_slot"], "cotangent_slot": column["cotangent_slot"],
                    "count": counts, "stash": state["stash"], "inbox": state["inbox"], "lanes": self.lanes,
                    "lane_sums": state["lanes"], "shared_sums": state["block_shared"]},
-            (None if cotangent is None else list(cotangent), shared))
+            (None if cotangent is None else list(cotangent), column["epilogue_slot"]))
         state["inbox"], state["lanes"], state["block_shared"] = inbox, lanes, block_shared
         m = column["backward"][0]
         first = [jnp.where(m >= 0, x[0], jnp.zeros_like(x[0])) for x in out]
@@ -362,7 +379,7 @@ class _Run:
         return sent
 
     def _receive(self, buffers, sent, slots, first_block: bool):
-        def body(stage, own, _):
+        def body(run, stage, own, _):
             buffers, sent, slot = own
             if not first_block:
                 return _store(buffers, sent, slot)

@@ -97,12 +97,15 @@ def merge(wanted: Sequence[bool], chosen: Sequence[Any], values: Sequence[Any]) 
 
 def take(value: Any, *at: Any) -> Any:
     """`value[at]` for traced, non-negative indices of the leading dimensions."""
-    start = (*at, *(0,) * (value.ndim - len(at)))
+    start = _start(value, at)
     sizes = (*(1,) * len(at), *value.shape[len(at):])
     return lax.dynamic_slice(value, start, sizes).reshape(value.shape[len(at):])
 
 
 def put(value: Any, new: Any, *at: Any) -> Any:
     """`value` with `value[at] = new`, for traced, non-negative indices of the leading dimensions."""
-    start = (*at, *(0,) * (value.ndim - len(at)))
-    return lax.dynamic_update_slice(value, new.reshape((*(1,) * len(at), *new.shape)), start)
+    return lax.dynamic_update_slice(value, new.reshape((*(1,) * len(at), *new.shape)), _start(value, at))
+
+
+def _start(value: Any, at: Sequence[Any]) -> list[Any]:
+    return [jnp.asarray(i, jnp.int32) for i in (*at, *(0,) * (value.ndim - len(at)))]

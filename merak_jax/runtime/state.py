@@ -92,17 +92,22 @@ class StateLayout:
         for number, sharding in enumerate(shardings):
             members = self.leaves_of(number)
             if self.places[members[0]].lane is None:
-                arrays[number] = jax.device_put(leaves[members[0]], sharding, may_alias=False)
+                arrays[number] = jax.device_put(leaves[members[0]], sharding)
             else:
                 members.sort(key=lambda i: self.places[i].lane)
                 host = [_on_default(leaves[i]) for i in members]
                 packed = self.lanes.pack_stack(host[0]) if self.places[members[0]].lane == -1 else self.lanes.pack(host)
-                arrays[number] = jax.device_put(packed, sharding, may_alias=False)
-        return PackedState(self, arrays)
+                arrays[number] = jax.device_put(packed, sharding)
+        # device_put may share memory with the user's arrays, and two leaves may be one array.
+        return PackedState(self, _copy(arrays, tuple(shardings)))
 
     def unshard(self, arrays: Sequence[Any]) -> Any:
         """The user's own tree, every leaf whole."""
         return jax.tree.unflatten(self.tree, [self.unpack_leaf(arrays, i) for i in range(len(self.places))])
+
+
+def _copy(arrays: list[Any], shardings: tuple[NamedSharding, ...]) -> list[Any]:
+    return jax.jit(lambda xs: [jnp.copy(x) for x in xs], out_shardings=list(shardings))(arrays)
 
 
 def _on_default(leaf):

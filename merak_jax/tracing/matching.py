@@ -43,9 +43,7 @@ def merge(full: Jaxpr, micro: Jaxpr, *, exact_literals: bool = False) -> Jaxpr:
     counts = [(len(j.constvars), len(j.invars), len(j.outvars)) for j in (full, micro)]
     if counts[0] != counts[1]:
         raise NotSeparableError(_different(f"{counts[0]} constants, inputs, outputs against {counts[1]}"))
-    micro_of: dict[Var, Var] = dict(
-        zip([*full.constvars, *full.invars], [*micro.constvars, *micro.invars])
-    )
+    micro_of: dict[Var, Var] = dict(zip([*full.constvars, *full.invars], [*micro.constvars, *micro.invars]))
 
     def merge_atom(a: Any, b: Any, where: Callable[[], str]) -> Any:
         if isinstance(a, Literal) != isinstance(b, Literal):
@@ -67,11 +65,18 @@ def merge(full: Jaxpr, micro: Jaxpr, *, exact_literals: bool = False) -> Jaxpr:
 
     eqns = []
     for a, b in zip(full.eqns, micro.eqns):
+
         def where(b: JaxprEqn = b) -> str:
             return f", at {_compat.source_line(b)}"
 
-        if a.primitive is not b.primitive or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
-            raise NotSeparableError(_different(f"`{a.primitive}` in one, `{b.primitive}` in the other{where()}"))
+        if (
+            a.primitive is not b.primitive
+            or len(a.invars) != len(b.invars)
+            or len(a.outvars) != len(b.outvars)
+        ):
+            raise NotSeparableError(
+                _different(f"`{a.primitive}` in one, `{b.primitive}` in the other{where()}")
+            )
         invars = [merge_atom(x, y, where) for x, y in zip(a.invars, b.invars)]
         params = _merge_params(a, b, where, exact_literals)
         micro_of.update(zip(a.outvars, b.outvars))

@@ -76,7 +76,9 @@ def microbatch(
         rows; the message has the user's source line and the ways out.
     """
     if len(statuses) != len(micro.jaxpr.invars) or len(domains) != len(statuses):
-        raise ValueError(f"{len(micro.jaxpr.invars)} inputs, {len(statuses)} statuses, {len(domains)} domains")
+        raise ValueError(
+            f"{len(micro.jaxpr.invars)} inputs, {len(statuses)} statuses, {len(domains)} domains"
+        )
     if rows_full == rows_micro:
         return _undivided(micro, domains)
     if rows_full % rows_micro:
@@ -104,7 +106,9 @@ class _Split:
         for a, b in zip(self.full.jaxpr.constvars, self.micro.constvars):
             if differing_axes(a.aval, b.aval):
                 self.domain[b] = Domain.BATCH
-                error = NotSeparableError(f"A constant array {a.aval} does not have the batch in one dimension. {WAYS_OUT}")
+                error = NotSeparableError(
+                    f"A constant array {a.aval} does not have the batch in one dimension. {WAYS_OUT}"
+                )
                 self._precompute(a, b, [], error)
             else:
                 self.domain[b], self.walker.status[b] = Domain.CONSTANT, Shared()
@@ -133,7 +137,9 @@ class _Split:
         for a, b in zip(full.outvars, micro.outvars):
             self._precompute(a, b, operands, reason)
 
-    def _precompute(self, full: Var, micro: Var, operands: Iterable[Status | None], reason: NotSeparableError) -> None:
+    def _precompute(
+        self, full: Var, micro: Var, operands: Iterable[Status | None], reason: NotSeparableError
+    ) -> None:
         """Let the pipeline have a value of the full batch: whole, or its rows if they lie along one dimension."""
         axes = differing_axes(full.aval, micro.aval)
         status: Status = Shared()
@@ -164,9 +170,15 @@ class _Split:
             walker.read(atom)
         candidates = [e for e in walker.eqns if not any(v in self.full_of for v in e.outvars)]
         kept = [e for e, live in zip(candidates, _live(candidates, outvars)) if live]
-        used = {a for e in kept for a in e.invars if isinstance(a, Var)} | {a for a in outvars if isinstance(a, Var)}
+        used = {a for e in kept for a in e.invars if isinstance(a, Var)} | {
+            a for a in outvars if isinstance(a, Var)
+        }
         precomputed = [v for v in self.full_of if v in used]
-        constants = [(v, c) for v, c in zip(self.micro.constvars, self.full.consts) if v in used and v not in self.full_of]
+        constants = [
+            (v, c)
+            for v, c in zip(self.micro.constvars, self.full.consts)
+            if v in used and v not in self.full_of
+        ]
         invars = [*self.micro.invars, *precomputed, walker.first]
         walker.status[walker.first] = Partial()
         self.domain[walker.first] = Domain.BATCH
@@ -218,7 +230,11 @@ def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain]) -> MicrobatchedLoss
 
 
 def _result(
-    precompute: ClosedJaxpr, count: int, pipeline: ClosedJaxpr, status: dict[Var, Status], domain: dict[Var, Domain]
+    precompute: ClosedJaxpr,
+    count: int,
+    pipeline: ClosedJaxpr,
+    status: dict[Var, Status],
+    domain: dict[Var, Domain],
 ) -> MicrobatchedLoss:
     jaxpr = pipeline.jaxpr
 

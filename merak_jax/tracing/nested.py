@@ -25,7 +25,9 @@ def join(op, a: Status, b: Status) -> Status:
         return Partial()
     if is_rows(a) and is_rows(b) and a.axis == b.axis and Uniform in (type(a), type(b)):
         return a if isinstance(a, Batched) else b
-    return op.fail(f"a value of `{op.name}` depends on the batch in one way in one place and in another way elsewhere")
+    return op.fail(
+        f"a value of `{op.name}` depends on the batch in one way in one place and in another way elsewhere"
+    )
 
 
 def _sums(statuses: Sequence[Status]) -> list[bool]:
@@ -123,6 +125,8 @@ def _cond(op):
 @rule("custom_jvp_call")
 def _custom_jvp(op):
     outputs = op.walk("call_jaxpr", op.status, may_gate=False).status
+    if op.in_derivative:
+        return outputs
     skip = op.params["num_consts"]
     primals = op.micro.invars[skip:]
     zeros = [not jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in primals]
@@ -142,6 +146,8 @@ def _custom_jvp(op):
 @rule("custom_vjp_call")
 def _custom_vjp(op):
     outputs = op.walk("call_jaxpr", op.status, may_gate=False).status
+    if op.in_derivative:
+        return outputs
     skip = op.params["num_consts"]
     inputs = op.status[skip:]
 
@@ -164,7 +170,11 @@ def _custom_vjp(op):
 
         def run(*args):
             results = eqn.params["bwd"].call_wrapped(*args)
-            arrays = [(i, r) for i, r in enumerate(results) if isinstance(r, jax.Array | np.ndarray) and r.dtype != float0]
+            arrays = [
+                (i, r)
+                for i, r in enumerate(results)
+                if isinstance(r, jax.Array | np.ndarray) and r.dtype != float0
+            ]
             places[:] = [i for i, _ in arrays]
             return [r for _, r in arrays]
 
@@ -180,7 +190,7 @@ def _custom_vjp(op):
     cotangents = [_dual(s) for s in outputs]
     found = _walk_derivative(
         op, full, micro, [*residuals(made[:num_made], op.status), *cotangents],
-        sums={k: True for k, i in enumerate(places) if isinstance(inputs[i], Shared)},
+        sums=[isinstance(inputs[i], Shared) for i in places],
     )  # fmt: skip
     _check_derivative(op, found, [_dual(inputs[i]) for i in places])
     return outputs
@@ -198,13 +208,17 @@ def _trace(op, function):
     except MerakError:
         raise
     except Exception as error:
-        return op.fail(f"the derivative rule of a `{op.name}` can't be traced on its own ({type(error).__name__}: {error})")
+        return op.fail(
+            f"the derivative rule of a `{op.name}` can't be traced on its own ({type(error).__name__}: {error})"
+        )
 
 
-def _walk_derivative(op, full: ClosedJaxpr, micro: ClosedJaxpr, statuses, sums=None) -> list[Status]:
+def _walk_derivative(
+    op, full: ClosedJaxpr, micro: ClosedJaxpr, statuses, sums: Sequence[bool] = ()
+) -> list[Status]:
     merged = merge(full.jaxpr, micro.jaxpr, exact_literals=True)
-    wanted = [bool(sums and sums.get(k)) for k in range(len(micro.jaxpr.outvars))]
-    return op.walk_programs(full, ClosedJaxpr(merged, micro.consts), statuses, sums=wanted, may_gate=False).status
+    walker = op.inner_walker(may_gate=False, in_derivative=True)
+    return walker.program(full.jaxpr, merged, statuses, sums).status
 
 
 def _check_derivative(op, found: Sequence[Status], expected: Sequence[Status]) -> None:

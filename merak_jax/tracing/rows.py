@@ -75,6 +75,7 @@ class Walker:
       rows_full, rows_micro: rows of the full batch and of a microbatch.
       first: the boolean input that is true for one microbatch only.
       may_gate: whether equations that read `first` may be added.
+      in_derivative: whether this is a derivative rule, whose own derivative nobody takes.
       status: of each variable of the microbatch program that the pipeline can have.
       missing: variables that it can't have, and why.
       eqns: the rewritten program so far.
@@ -83,6 +84,7 @@ class Walker:
     rows_full: int
     rows_micro: int
     may_gate: bool = True
+    in_derivative: bool = False
     first: Var = field(default_factory=lambda: _compat.new_var(_flag_aval()))
     uses_first: bool = False
     status: dict[Var, Status] = field(default_factory=dict)
@@ -123,7 +125,9 @@ class Walker:
         statuses = result if isinstance(result, list) else [result] * len(micro.outvars)
         for a, b, status in zip(full.outvars, micro.outvars, statuses):
             if not self.consistent(status, a.aval, b.aval):
-                op.fail(f"the result of `{op.name}` has the batch in two dimensions, or rows that are not in the batch")
+                op.fail(
+                    f"the result of `{op.name}` has the batch in two dimensions, or rows that are not in the batch"
+                )
         op.finish()
         self.status.update(zip(micro.outvars, statuses))
         return statuses
@@ -149,7 +153,10 @@ class Walker:
         outvars, found = list(micro.outvars), [self.read(a) for a in micro.outvars]
         for i, wanted in enumerate(sums):
             if wanted and isinstance(found[i], Shared):
-                outvars[i], found[i] = self.once(outvars[i], self.seen[-1][1] if self.seen else None), Partial()
+                outvars[i], found[i] = (
+                    self.once(outvars[i], self.seen[-1][1] if self.seen else None),
+                    Partial(),
+                )
         changed = self.uses_first or len(self.eqns) != len(micro.eqns)
         changed = changed or any(a is not b for a, b in zip(self.eqns, micro.eqns))
         if not changed and all(a is b for a, b in zip(outvars, micro.outvars)):
@@ -163,7 +170,9 @@ class Walker:
             return bool(np.all(np.asarray(atom.val) == 0))
         for _, eqn in reversed(self.seen):
             if atom in eqn.outvars:
-                return eqn.primitive.name in ("broadcast_in_dim", "convert_element_type") and self.is_zero(eqn.invars[0])
+                return eqn.primitive.name in ("broadcast_in_dim", "convert_element_type") and self.is_zero(
+                    eqn.invars[0]
+                )
         return False
 
     def once(self, atom: Atom, near: JaxprEqn | None) -> Atom:
@@ -183,7 +192,9 @@ class Walker:
 
         return self.insert(gate, [self.first, atom], near, Partial())
 
-    def insert(self, function: Callable, operands: Sequence[Atom], near: JaxprEqn | None, status: Status) -> Var:
+    def insert(
+        self, function: Callable, operands: Sequence[Atom], near: JaxprEqn | None, status: Status
+    ) -> Var:
         """Add the equations of a small function of `operands`; returns its result."""
         avals = [a.aval for a in operands]
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
@@ -215,7 +226,7 @@ class Equation:
     def __init__(self, walker: Walker, full: JaxprEqn, micro: JaxprEqn, status: list[Status]):
         self.walker, self.full, self.micro, self.status = walker, full, micro, status
         self.name, self.params = micro.primitive.name, micro.params
-        self.rows_full = walker.rows_full
+        self.rows_full, self.in_derivative = walker.rows_full, walker.in_derivative
         self._once: set[int] = set()
         self._operands = list(micro.invars)
         self._new_params: dict[str, Any] = {}
@@ -238,10 +249,14 @@ class Equation:
         if not any(isinstance(s, Partial) for s in self.status):
             return
         if any(is_rows(s) for s in self.status):
-            self.fail(f"`{self.name}` mixes a sum over the batch with the rows of the batch, as batch normalization does")
+            self.fail(
+                f"`{self.name}` mixes a sum over the batch with the rows of the batch, as batch normalization does"
+            )
         if sum(isinstance(s, Partial) for s in self.status) > 1:
             self.fail(f"`{self.name}` of two sums over the batch is not the sum of the microbatches' own")
-        self.fail(f"`{self.name}` of a sum over the batch is not the sum of the `{self.name}`s of the microbatches")
+        self.fail(
+            f"`{self.name}` of a sum over the batch is not the sum of the `{self.name}`s of the microbatches"
+        )
 
     def new_batch_axis(self) -> int:
         """The axis that the batch has in the result of an equation whose operands have none."""
@@ -351,19 +366,27 @@ class Equation:
         full, micro = self.full.params[param], self.params[param]
         if index is not None:
             full, micro = full[index], micro[index]
-        return self.walk_programs(full, micro, statuses, sums=sums, may_gate=may_gate)
-
-    def walk_programs(self, full, micro, statuses, *, sums: Sequence[bool] = (), may_gate: bool = True) -> Walked:
-        """Walk two matched programs on operands of the given statuses; what they add is not kept here."""
-        inner = Walker(self.rows_full, self.walker.rows_micro, may_gate and self.walker.may_gate)
-        walked = inner.program(open_jaxpr(full), open_jaxpr(micro), statuses, sums)
+        walker = self.inner_walker(may_gate=may_gate)
+        walked = walker.program(open_jaxpr(full), open_jaxpr(micro), statuses, sums)
         if walked.jaxpr is open_jaxpr(micro):
             return Walked(micro, walked.status, False)
         if isinstance(micro, ClosedJaxpr):
             return Walked(ClosedJaxpr(walked.jaxpr, micro.consts), walked.status, walked.uses_first)
         return walked
 
-    def fixpoint(self, carry: Sequence[Status], walk: Callable[[list[Status]], Walked]) -> tuple[list[Status], Walked]:
+    def inner_walker(self, *, may_gate: bool, in_derivative: bool = False) -> Walker:
+        """A walker for a program inside this equation."""
+        outer = self.walker
+        return Walker(
+            outer.rows_full,
+            outer.rows_micro,
+            may_gate and outer.may_gate,
+            in_derivative or outer.in_derivative,
+        )
+
+    def fixpoint(
+        self, carry: Sequence[Status], walk: Callable[[list[Status]], Walked]
+    ) -> tuple[list[Status], Walked]:
         """The statuses of a loop's carry that are true at every turn, and the body walked on them."""
         carry = list(carry)
         while True:

@@ -75,7 +75,9 @@ def same_rows(op, *statuses: Status) -> Status:
         return Shared()
     layouts = {(s.outer, s.inner) for s in rows if isinstance(s, Batched)}
     if len(layouts) > 1:
-        op.fail(f"`{op.name}` combines values whose rows are merged with other dimensions in different orders")
+        op.fail(
+            f"`{op.name}` combines values whose rows are merged with other dimensions in different orders"
+        )
     return Batched(rows[0].axis, *layouts.pop()) if layouts else rows[0]
 
 
@@ -83,7 +85,9 @@ def elementwise(op) -> Status:
     """Row by row: batched operands must have their rows in the same place."""
     op.refuse_partial()
     if len({s.axis for s in op.status if is_rows(s)}) > 1:
-        op.fail(f"`{op.name}` combines every row of the batch with every other one (two batch dimensions in one value)")
+        op.fail(
+            f"`{op.name}` combines every row of the batch with every other one (two batch dimensions in one value)"
+        )
     return same_rows(op, *op.status)
 
 
@@ -134,7 +138,18 @@ ELEMENTWISE = (
 rule(*ELEMENTWISE)(elementwise)
 
 
-@rule("neg", "real", "imag", "conj", "copy", "copy_p", "stop_gradient", "name", "reduce_precision", "sharding_constraint")
+@rule(
+    "neg",
+    "real",
+    "imag",
+    "conj",
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "name",
+    "reduce_precision",
+    "sharding_constraint",
+)
 @linear_in_first
 def _unary_linear(op):
     return op.status[0]
@@ -244,7 +259,10 @@ def _along(op, axis: int) -> Status:
 def _reduce_window(op):
     op.refuse_partial()
     rows, p = same_rows(op, *op.status), op.params
-    trivial = all(p[k][rows.axis] == 1 for k in ("window_dimensions", "window_strides", "window_dilation", "base_dilation"))
+    trivial = all(
+        p[k][rows.axis] == 1
+        for k in ("window_dimensions", "window_strides", "window_dilation", "base_dilation")
+    )
     if not trivial or tuple(p["padding"][rows.axis]) != (0, 0):
         op.fail("a window spans several rows of the batch")
     return rows
@@ -417,7 +435,10 @@ def _pad(op):
 @linear_in_first
 def _dynamic_slice(op):
     rows = op.status[0]
-    if not is_rows(rows) or op.full.params["slice_sizes"][rows.axis] != op.full.invars[0].aval.shape[rows.axis]:
+    if (
+        not is_rows(rows)
+        or op.full.params["slice_sizes"][rows.axis] != op.full.invars[0].aval.shape[rows.axis]
+    ):
         op.fail("some rows of the batch are picked by a dynamic slice")
     return rows
 
@@ -429,7 +450,12 @@ def _dynamic_update_slice(op):
     op.refuse_partial()
     rows, update = op.status[0], op.status[1]
     sizes = [op.full.invars[i].aval.shape for i in (0, 1)]
-    if not (is_rows(rows) and is_rows(update) and rows.axis == update.axis and sizes[0][rows.axis] == sizes[1][rows.axis]):
+    if not (
+        is_rows(rows)
+        and is_rows(update)
+        and rows.axis == update.axis
+        and sizes[0][rows.axis] == sizes[1][rows.axis]
+    ):
         op.fail("some rows of the batch are overwritten")
     return same_rows(op, rows, update)
 
@@ -448,7 +474,9 @@ def _dot_general(op):
             if left.axis in dims[0] and right.axis == dims[1][dims[0].index(left.axis)]:
                 rows = same_rows(op, left, right)
                 return replace(rows, axis=dims[0].index(left.axis)) if pairs == "batch" else Partial()
-        op.fail("every row of the batch is multiplied with every other one (two batch dimensions in one value)")
+        op.fail(
+            "every row of the batch is multiplied with every other one (two batch dimensions in one value)"
+        )
     if is_rows(left) and left.axis in free[0]:
         return replace(left, axis=len(batch[0]) + free[0].index(left.axis))
     if is_rows(right) and right.axis in free[1]:
@@ -526,7 +554,10 @@ def _scatter(op):
         fixed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
         kept = [d for d in range(op.ndim(0)) if d not in fixed]
         sizes = [op.full.invars[i].aval.shape for i in (0, 2)]
-        if updates.axis == numbers.update_window_dims[kept.index(axis)] and sizes[0][axis] == sizes[1][updates.axis]:
+        if (
+            updates.axis == numbers.update_window_dims[kept.index(axis)]
+            and sizes[0][axis] == sizes[1][updates.axis]
+        ):
             return rows
     return op.fail("rows of the batch are written by index")
 
