@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -12,6 +13,11 @@ from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
+
+
+# Files whose lines mean nothing to the user; the models of this package are read like the user's own.
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_INSIDE = tuple(_HERE + part for part in ("tracing", "partition", "planning", "runtime", "parallelize.py", "_compat.py"))
 
 
 @contextlib.contextmanager
@@ -32,8 +38,27 @@ def replaced_vjp(replacement: Callable) -> Iterator[Callable]:
 
 
 def source_line(eqn) -> str:
-    """The user's `file:line (function)` that made an equation."""
-    return _source_info.summarize(eqn.source_info)
+    """The user's `file:line (function)` that made an equation; where a library made it for the user, that line second."""
+    return _describe_frames(list(_source_info.user_frames(eqn.source_info.traceback)))
+
+
+def calling_line() -> str:
+    """The user's line that is running now."""
+    return _describe_frames(list(_source_info.user_frames(_source_info.current().traceback)))
+
+
+def _describe_frames(frames) -> str:
+    """Frames come innermost first."""
+    def show(frame):
+        return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+    frames = [f for f in frames if not f.file_name.startswith(_INSIDE)]
+    own = [f for f in frames if f"{os.sep}site-packages{os.sep}" not in f.file_name]
+    if not frames:
+        return "an unknown line"
+    if not own or own[0] is frames[0]:
+        return show((own or frames)[0])
+    return f"{show(own[0])}, through {show(frames[0])}"
 
 
 def new_var(aval):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from merak_jax.planning.plan import SCHEDULES, Plan, make_table
 from merak_jax.runtime.initialise import initialise
 from merak_jax.runtime.program import StepProgram, build
 from merak_jax.runtime.state import DeferredState, PackedState
+from merak_jax.tracing.microbatch import rows_to_trace
 from merak_jax.tracing.step import abstract, batch_rows, trace, unwrap
 
 P = PartitionSpec
@@ -113,12 +115,23 @@ class ParallelStep:
             return state._layout.unshard(state._arrays)
         return state.make() if isinstance(state, DeferredState) else state
 
-    def lower(self, *args: Any) -> Lowered:
-        """The step traced and lowered for these arguments, which may be abstract; sets `plan`."""
-        runner = self._runner_for(args)
-        return Lowered(runner.lower(args))
+    def _positional(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """The arguments in the order of the train step's signature."""
+        if not kwargs:
+            return args
+        bound = inspect.signature(self._train_step).bind(*args, **kwargs)
+        if bound.kwargs:
+            raise PlanError(f"keyword-only arguments {sorted(bound.kwargs)} of the train step are not supported; make them positional")
+        return bound.args
 
-    def __call__(self, *args: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The step traced for these arguments, which may be abstract; sets `plan`. Lowering itself waits until it is asked for."""
+        args = self._positional(args, kwargs)
+        runner = self._runner_for(args)
+        return Lowered(functools.partial(runner.lower, args))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = self._positional(args, kwargs)
         return self._runner_for(args)(args)
 
     def _runner_for(self, args: Sequence[Any]) -> _Runner:
@@ -133,18 +146,25 @@ class ParallelStep:
 class Lowered:
     """A lowered step: `compile()`, `as_text()`; after compiling, `memory` in bytes per device."""
 
-    def __init__(self, lowered):
-        self.lowered = lowered
-        self._compiled = None
+    def __init__(self, lower: Callable[[], Any]):
+        self._lower = lower
+        self._compiled: Any = None
+
+    @functools.cached_property
+    def lowered(self) -> Any:
+        """JAX's own lowered object."""
+        return self._lower()
 
     def compile(self) -> Lowered:
         """Compile for the mesh's devices; returns self."""
-        self._compiled = self.lowered.compile()
+        if self._compiled is None:
+            self._compiled = self.lowered.compile()
         return self
 
     @property
     def compiled(self) -> Any:
-        return self.compile()._compiled if self._compiled is None else self._compiled
+        """JAX's own compiled object."""
+        return self.compile()._compiled
 
     @property
     def memory(self) -> Any:
@@ -175,20 +195,19 @@ class _Runner:
         check_batch(shapes, self.batch_argnums, self.mesh.shape["data"], step._num_microbatches)
         full = trace(step._train_step, shapes, self.batch_argnums)
         rows = full.rows // (self.mesh.shape["data"] * step._num_microbatches)
-        micro = full if rows == full.rows else trace(step._train_step, shapes, self.batch_argnums, rows=rows)
+        micro = full if rows == full.rows else trace(
+            step._train_step, shapes, self.batch_argnums, rows=rows_to_trace(full.rows, rows))
         packable = [n for n in range(len(shapes)) if n not in self.batch_argnums]
         self.program: StepProgram = build(
-            full, micro, mesh=self.mesh, num_microbatches=step._num_microbatches,
+            full, micro, rows, mesh=self.mesh, num_microbatches=step._num_microbatches,
             make_table=functools.partial(make_table, step._schedule), packable=packable)
         self.plan = describe(self.program, step._schedule, step._num_microbatches)
         self.layouts = self.program.layouts
         self.others = [n for n in range(len(shapes)) if n not in self.layouts]
         platform = self.mesh.devices.flat[0].platform
-        batch = {n for n in self.batch_argnums}
         self.other_shardings = [
             NamedSharding(self.mesh, P("data") if rows else P())
             for n, rows in zip(full.leaf_argument, full.leaf_rows) if n not in self.layouts]
-        assert batch
         self.jitted = jax.jit(
             self.program, donate_argnums=(0,) if step._donate else (),
             in_shardings=([layout.shardings for layout in self.layouts.values()], self.other_shardings),

@@ -227,8 +227,8 @@ class _Run:
         lead = (self.stages,)
         floats = self.stage.carry_float
         state = {
-            "stash": [jnp.zeros((*lead, table.num_stash_slots, depth, *a.shape), a.dtype) for a in chain.carry_avals],
-            "inbox": [jnp.zeros((*lead, table.num_cotangent_slots, *a.shape), a.dtype)
+            "stash": [empty_buffer((*lead, table.num_stash_slots, depth, *a.shape), a.dtype) for a in chain.carry_avals],
+            "inbox": [empty_buffer((*lead, table.num_cotangent_slots, *a.shape), a.dtype)
                       for a in select(floats, chain.carry_avals)],
             "lanes": self.zero_lane_sums(),
             "block_shared": [jnp.zeros((*lead, *v.shape), accumulator_dtype(v.dtype))
@@ -243,6 +243,8 @@ class _Run:
             columns = {name: jnp.asarray(getattr(table, name)[rows]) for name in (
                 "forward", "forward_slot", "backward", "backward_slot", "cotangent_slot", "epilogue", "epilogue_slot",
                 "receive_forward_slot", "receive_backward_slot")}
+            # What all devices need to know of stage 0, so that nobody asks stage 0 for it.
+            columns["prologue"], columns["prologue_backward"] = columns["forward"][:, 0], columns["backward"][:, 0]
             always = {name: bool((getattr(table, name)[rows] >= 0).all()) for name in ("epilogue",)}
 
             def tick(state, column, phase=phase, always=always):
@@ -294,10 +296,11 @@ class _Run:
             stage_args, whole_args, (self.values(names), self.rows, self.first_shard))
 
     def _forward(self, state, column):
-        rows = self.microbatch(jnp.maximum(column["forward"][0], 0))
+        rows = self.microbatch(jnp.maximum(column["prologue"], 0))
         first = self.prologue(None, rows)
         counts = jnp.asarray(self.p.layout.counts, jnp.int32)
-        shift = [(s, s + 1) for s in range(self.stages - 1)]
+        last = self.stages - 1
+        shift = [(s, s + 1) for s in range(last)]
 
         def body(run, stage, own, first):
             m, slot, count = own["m"], jnp.maximum(own["slot"], 0), own["count"]
@@ -308,12 +311,12 @@ class _Run:
             out, stash = self.stage.forward(carry, own["lanes"], shared, side, own["stash"], slot,
                                             jnp.where(m >= 0, count, 0))
             sent = [lax.ppermute(x, "pipe", shift) for x in out]
-            return stash, out, sent
+            return stash, [_only(stage == last, x) for x in out], sent
 
         stash, out, sent = self._on_stages(
             body, {"m": column["forward"], "slot": column["forward_slot"], "count": counts, "stash": state["stash"],
                    "lanes": self.lanes}, first)
-        return stash, [x[self.stages - 1] for x in out], sent
+        return stash, [_sum_over_stages(x) for x in out], sent
 
     def _run_epilogue(self, state, carry, m, valid):
         """Collect the outputs of a microbatch that left the last stage; the cotangent of its carry."""
@@ -359,7 +362,7 @@ class _Run:
                 incoming, own["lanes"], run.values(self.graph.chain.shared), side, own["stash"], slot, jnp.where(m >= 0, own["count"], 0),
                 own["lane_sums"], own["shared_sums"])
             sent = [lax.ppermute(x, "pipe", shift) for x in out]
-            return inbox, out, sent, lanes, block_shared
+            return inbox, [_only((stage == 0) & (m >= 0), x) for x in out], sent, lanes, block_shared
 
         inbox, out, sent, lanes, block_shared = self._on_stages(
             body, {"m": column["backward"], "slot": column["backward_slot"], "cotangent_slot": column["cotangent_slot"],
@@ -367,9 +370,8 @@ class _Run:
                    "lane_sums": state["lanes"], "shared_sums": state["block_shared"]},
             (None if cotangent is None else list(cotangent), column["epilogue_slot"]))
         state["inbox"], state["lanes"], state["block_shared"] = inbox, lanes, block_shared
-        m = column["backward"][0]
-        first = [jnp.where(m >= 0, x[0], jnp.zeros_like(x[0])) for x in out]
-        rows, floats = self.microbatch(jnp.maximum(m, 0)), self.stage.carry_float
+        first = [_sum_over_stages(x) for x in out]
+        rows, floats = self.microbatch(jnp.maximum(column["prologue_backward"], 0)), self.stage.carry_float
 
         def prologue(shared_part):
             return select(floats, self.prologue(merge(self.wanted, shared_part, self.shared), rows))
@@ -386,6 +388,21 @@ class _Run:
             return _store(buffers, sent, slot, 0)
 
         return self._on_stages(body, (buffers, sent, slots), ())
+
+
+def _only(here, value) -> Any:
+    """`value` on the stage that has it, zeros elsewhere."""
+    return jnp.where(here, value, jnp.zeros_like(value))
+
+
+def _sum_over_stages(values) -> Any:
+    """`[P, ...]`, zeros but on one stage, as the value that every stage then has."""
+    return values.any(0) if values.dtype == jnp.bool_ else values.sum(0, dtype=values.dtype)
+
+
+def empty_buffer(shape, dtype) -> Any:
+    """A stash or an inbox before anything is in it: its content is never read, which tests check with NaN."""
+    return jnp.zeros(shape, dtype)
 
 
 def _store(buffers, values, slot, *rest):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import Mesh
 
-from merak_jax.errors import NoRepeatedBlocksError, NotSeparableError, PlanError
+from merak_jax.errors import NoRepeatedBlocksError, NotSeparableError, PlanError, TraceError
 from merak_jax.partition.blocks import BlockGraph, dependence, find_blocks
 from merak_jax.partition.chains import BATCH, PARAMETER
 from merak_jax.partition.lanes import LaneLayout, even_counts
@@ -47,11 +47,14 @@ class LossProgram:
     rows_status: dict[Var, Any]
 
 
-def separate(full: TracedStep, micro: TracedStep) -> LossProgram:
-    """Prove that the loss can be computed microbatch by microbatch, and cut it into blocks."""
+def separate(full: TracedStep, micro: TracedStep, rows: int) -> LossProgram:
+    """Prove that the loss can be computed in microbatches of `rows` rows, and cut it into blocks.
+
+    `micro`: the step traced at `rows_to_trace` rows.
+    """
     operands, micro_operands = full.equation.invars, micro.equation.invars
     depends = outer_dependence(full)
-    whole = full.rows == micro.rows
+    whole = full.rows == rows
     statuses: list[Any] = []
     domains: list[Domain] = []
     for n, (a, b) in enumerate(zip(operands, micro_operands)):
@@ -62,7 +65,8 @@ def separate(full: TracedStep, micro: TracedStep) -> LossProgram:
         else:
             # What the step made of the whole batch beforehand (a token count) is a constant for the loss.
             domains.append(Domain.CONSTANT if bits & BATCH else Domain(bits & PARAMETER))
-    proved = microbatch(full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=micro.rows)
+    _check_loss_reads(full, domains)
+    proved = microbatch(full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=rows, rows_traced=micro.rows)
     program, constants = constants_to_inputs(proved.pipeline)
     count = len(operands)
     inputs: dict[Var, LossInput] = {}
@@ -82,9 +86,22 @@ def separate(full: TracedStep, micro: TracedStep) -> LossProgram:
             rows_status[var] = None if kind.kind == "flag" else status
     graph = find_blocks(program, domain)
     # Merging equal equations keeps the inputs, so `inputs` stays valid for the graph's program.
-    if not graph.epilogue_outputs or graph.epilogue_outputs[0] != 0:
-        raise NotSeparableError("the loss does not depend on both the parameters and the batch")
     return LossProgram(proved, graph, tuple(constants), inputs, rows_status)
+
+
+def _check_loss_reads(full: TracedStep, domains: Sequence[Domain]) -> None:
+    """Raise TraceError unless the loss reads both the batch and what it is differentiated by."""
+    jaxpr, source = full.loss.jaxpr, full.equation.params["source"]
+    inputs = {v: 0 for v in jaxpr.constvars}
+    for n, (v, domain) in enumerate(zip(jaxpr.invars, domains)):
+        inputs[v] = (BATCH if domain & Domain.BATCH else 0) | (PARAMETER if n >= full.num_loss_constants else 0)
+    loss = jaxpr.outvars[0]
+    bits = dependence(jaxpr, inputs)[loss] if isinstance(loss, Var) else 0
+    if not bits & PARAMETER:
+        raise TraceError(f"the loss differentiated at {source} does not read the parameters it is differentiated by")
+    if not bits & BATCH:
+        raise TraceError(f"the loss differentiated at {source} does not read the batch argument of the train step; pass the "
+                         "batch as an argument instead of capturing it")
 
 
 def outer_dependence(traced: TracedStep) -> dict[Var, int]:
@@ -334,14 +351,14 @@ def _fill(values, flags, part) -> list[Any]:
     return [next(feed) if yes else v for v, yes in zip(values, flags)]
 
 
-def build(full: TracedStep, micro: TracedStep, *, mesh: Mesh, num_microbatches: int,
+def build(full: TracedStep, micro: TracedStep, rows: int, *, mesh: Mesh, num_microbatches: int,
           make_table: Callable[[int, int], TickTable], packable: Sequence[int]) -> StepProgram:
-    """Wire the passes for one set of argument shapes.
+    """Wire the passes for one set of argument shapes; `rows`: of one local microbatch.
 
     Raises NotSeparableError and NoRepeatedBlocksError.
     """
     stages = mesh.shape["pipe"]
-    loss = separate(full, micro)
+    loss = separate(full, micro, rows)
     chain = loss.graph.chain
     if chain is None and stages > 1:
         raise NoRepeatedBlocksError(
@@ -392,7 +409,7 @@ def build(full: TracedStep, micro: TracedStep, *, mesh: Mesh, num_microbatches: 
     layouts = groups.layouts(full, lanes, mesh, shardings.stored, list(state_outputs))
     shared, shared_gradient, lane_gradient = _wanted_gradients(loss, full.num_loss_constants)
     table = make_table(stages, num_microbatches) if stages > 1 else None
-    whole = full.rows == micro.rows
+    whole = full.rows == rows
     pipeline = Pipeline(
         graph=loss.graph, layout=lanes, mesh=mesh, num_microbatches=num_microbatches, table=table, rows=full.rows,
         rows_status=tuple(loss.rows_status[v] for v in loss.graph.rows_inputs),
@@ -451,20 +468,28 @@ def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int,
     candidates = [(traced.out_tree, 0)] + [(c, sum(sizes[:n])) for n, c in enumerate(children)]
     result: dict[int, tuple[int, ...]] = {}
     used: set[int] = set()
+    mismatch = ""
     for argument in packable:
         tree = traced.in_trees[argument]
-        leaves = [v for v, n in zip(invars, traced.leaf_argument) if n == argument]
+        leaves = [n for n, a in enumerate(traced.leaf_argument) if a == argument]
         for out_tree, start in candidates:
             positions = tuple(range(start, start + out_tree.num_leaves))
             if out_tree != tree or not leaves or used & set(positions):
                 continue
-            if all(outvars[p].aval.shape == v.aval.shape and outvars[p].aval.dtype == v.aval.dtype
-                   for p, v in zip(positions, leaves)):
-                result[argument] = positions
-                used.update(positions)
-                break
+            changed = [(n, p) for n, p in zip(leaves, positions) if not _same_type(invars[n], outvars[p])]
+            if changed:
+                n, p = changed[0]
+                mismatch = (f": leaf {traced.leaf_path[n]} goes in as {invars[n].aval.str_short()} and comes out as "
+                            f"{outvars[p].aval.str_short()}")
+                continue
+            result[argument] = positions
+            used.update(positions)
+            break
     if not result:
-        raise PlanError("the train step does not return a new state with the structure, shapes and types of the state it takes; "
-                        "return (new_state, metrics)")
+        raise PlanError("the train step does not return a new state with the structure, shapes and types of the state it takes"
+                        f"{mismatch}; return (new_state, metrics)")
     return result
 
+
+def _same_type(a: Any, b: Any) -> bool:
+    return a.aval.shape == b.aval.shape and a.aval.dtype == b.aval.dtype

@@ -58,8 +58,8 @@ def merge(full: Jaxpr, micro: Jaxpr, *, exact_literals: bool = False) -> Jaxpr:
             return b
         if exact_literals:
             raise NotSeparableError(
-                f"A custom derivative holds a number that depends on the batch size ({a.val} for the full batch, "
-                f"{b.val} for a microbatch){where()}; pass it to the function as an argument."
+                f"A custom derivative holds a number that depends on the batch size ({a.val} against "
+                f"{b.val}){where()}; pass it to the function as an argument."
             )
         return a
 
@@ -100,7 +100,7 @@ def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 
 def same_program(full: JaxprEqn, micro: JaxprEqn) -> bool:
-    """Whether an equation computes the same function of its operands in both programs, whatever the batch size.
+    """Whether an equation computes the same function of its operands in both programs.
 
     Never true of `custom_vjp_call`: its backward rule has to be looked at too.
     """

@@ -12,10 +12,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from merak_jax.errors import NotSeparableError
 from merak_jax.tracing.inline import make_jaxpr
 from merak_jax.tracing.matching import merge
+from merak_jax.tracing.resize import resized
 from merak_jax.tracing.rows import WAYS_OUT, Atom, Walker, differing_axes
 from merak_jax.tracing.separability import Batched, Partial, RandomDrawError, Shared, Status, Uniform
 
-__all__ = ["Batched", "Domain", "MicrobatchedLoss", "Partial", "Shared", "Status", "microbatch"]
+__all__ = [
+    "Batched",
+    "Domain",
+    "MicrobatchedLoss",
+    "Partial",
+    "Shared",
+    "Status",
+    "microbatch",
+    "rows_to_trace",
+]
 
 
 class Domain(enum.IntFlag):
@@ -32,14 +42,14 @@ class MicrobatchedLoss:
     """A loss in two programs: one runs once on the full batch, one on every microbatch.
 
     Attributes:
-      precompute: full size. Inputs of the loss -> values that depend on the batch only and can't be made row by row
-        (a token count, a sort over the batch).
-      precomputed_status: of its outputs, Shared or Batched (then a microbatch gets its rows, as of a batch leaf).
-      pipeline: microbatch size. [inputs of the loss, precomputed values, is_first] -> outputs of the loss, where the
-        scalar bool is_first is true for exactly one microbatch of the step. No dead equations.
+      precompute: full size. Inputs of the loss -> values that depend on the batch only and can't be made row
+        by row (a token count, a sort over the batch).
+      precomputed_status: of its outputs, Shared or Batched (a microbatch gets its rows, as of a batch leaf).
+      pipeline: microbatch size. [inputs of the loss, precomputed values, is_first] -> outputs of the loss,
+        where the scalar bool is_first is true for exactly one microbatch of the step. No dead equations.
       pipeline_status, pipeline_domain: of its inputs. Between microbatches, is_first is Partial.
-      out_status, out_domain: of its outputs. Output 0, the loss, is Partial (Shared if there is one microbatch only), so
-        the gradient of the full-batch loss is the sum of the microbatches' gradients.
+      out_status, out_domain: of its outputs. Output 0, the loss, is Partial (Shared if there is only one
+        microbatch), so the gradient of the full-batch loss is the sum of the microbatches' gradients.
       status, domain: of every variable of `pipeline`.
     """
 
@@ -54,6 +64,13 @@ class MicrobatchedLoss:
     domain: dict[Var, Domain]
 
 
+def rows_to_trace(rows_full: int, rows_micro: int) -> int:
+    """The number of rows to trace the second program at: b, but never 1, where JAX writes other equations."""
+    if rows_micro > 1 or rows_full == rows_micro:
+        return rows_micro
+    return 2 if rows_full > 2 else 4
+
+
 def microbatch(
     full: ClosedJaxpr,
     micro: ClosedJaxpr,
@@ -62,6 +79,7 @@ def microbatch(
     *,
     rows_full: int,
     rows_micro: int,
+    rows_traced: int | None = None,
 ) -> MicrobatchedLoss:
     """Rewrite a loss so that microbatches of `rows_micro` rows combine to the numbers of `rows_full` rows.
 
@@ -70,20 +88,24 @@ def microbatch(
       statuses: of the inputs: Shared for parameters and values made before, Batched for batch leaves.
       domains: of the inputs.
       rows_full, rows_micro: B and b; B is a multiple of b.
+      rows_traced: the rows that `micro` was traced at, see `rows_to_trace`; b if not given.
 
     Raises:
-      NotSeparableError: the two are different programs, or a value that the loss needs is no function of single
-        rows; the message has the user's source line and the ways out.
+      NotSeparableError: the two are different programs, or a value that the loss needs is no function of
+        single rows; the message has the user's source line and the ways out.
     """
     if len(statuses) != len(micro.jaxpr.invars) or len(domains) != len(statuses):
         raise ValueError(
             f"{len(micro.jaxpr.invars)} inputs, {len(statuses)} statuses, {len(domains)} domains"
         )
+    rows_traced = rows_micro if rows_traced is None else rows_traced
     if rows_full == rows_micro:
         return _undivided(micro, domains)
     if rows_full % rows_micro:
         raise ValueError(f"{rows_micro} rows do not divide {rows_full}")
     merged = merge(full.jaxpr, micro.jaxpr)
+    if rows_traced != rows_micro:
+        merged = resized(full.jaxpr, merged, rows_full, rows_traced, rows_micro)
     live = _live(full.jaxpr.eqns, full.jaxpr.outvars)
     split = _Split(full, merged, rows_full, rows_micro)
     split.read_inputs(statuses, domains)
@@ -115,7 +137,8 @@ class _Split:
         for i, (a, b) in enumerate(zip(self.full.jaxpr.invars, self.micro.invars)):
             if not self.walker.consistent(statuses[i], a.aval, b.aval):
                 raise NotSeparableError(
-                    f"input {i} is {a.aval} for the full batch and {b.aval} for a microbatch, which is not {statuses[i]}"
+                    f"input {i} is {a.aval} for the full batch and {b.aval} for a microbatch, "
+                    f"which is not {statuses[i]}"
                 )
             self.domain[b], self.walker.status[b] = Domain(domains[i]), statuses[i]
 
@@ -140,7 +163,7 @@ class _Split:
     def _precompute(
         self, full: Var, micro: Var, operands: Iterable[Status | None], reason: NotSeparableError
     ) -> None:
-        """Let the pipeline have a value of the full batch: whole, or its rows if they lie along one dimension."""
+        """Let the pipeline have a value of the full batch: whole, or its rows if they lie along one axis."""
         axes = differing_axes(full.aval, micro.aval)
         status: Status = Shared()
         if axes:
@@ -163,8 +186,8 @@ class _Split:
                 walker.status[outvars[0]] = Partial()
         elif not isinstance(walker.read(outvars[0]), Partial):
             raise NotSeparableError(
-                f"The loss has one value per row of the batch ({self.full.jaxpr.outvars[0].aval} for the full batch); "
-                "return its sum or its mean."
+                "The loss has one value per row of the batch "
+                f"({self.full.jaxpr.outvars[0].aval} for the full batch); return its sum or its mean."
             )
         for atom in outvars:
             walker.read(atom)

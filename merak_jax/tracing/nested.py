@@ -1,18 +1,14 @@
-"""Rules for equations that hold programs: loops, conditionals, remat, and custom derivatives with their backward rules."""
+"""Rules for equations that hold programs: loops, conditionals, remat, functions with custom derivatives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.dtypes import float0
 from jax.extend.core import ClosedJaxpr
 
-from merak_jax.errors import MerakError
+from merak_jax.errors import MerakError, NotSeparableError
+from merak_jax.tracing import derivatives
 from merak_jax.tracing.matching import merge
 from merak_jax.tracing.separability import Batched, Partial, Shared, Status, Uniform, is_rows, rule
 
@@ -125,74 +121,26 @@ def _cond(op):
 @rule("custom_jvp_call")
 def _custom_jvp(op):
     outputs = op.walk("call_jaxpr", op.status, may_gate=False).status
-    if op.in_derivative:
-        return outputs
-    skip = op.params["num_consts"]
-    primals = op.micro.invars[skip:]
-    zeros = [not jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in primals]
-
-    def tangent_program(eqn) -> tuple[ClosedJaxpr, Sequence[bool]]:
-        jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
-        return ClosedJaxpr(jaxpr, consts), out_zeros
-
-    (full, _), (micro, out_zeros) = _trace(op, lambda: (tangent_program(op.full), tangent_program(op.micro)))
-    inputs = op.status[skip:]
-    found = _walk_derivative(op, full, micro, [*inputs, *(s for s, z in zip(inputs, zeros) if not z)])
-    expected = [*outputs, *(s for s, z in zip(outputs, out_zeros) if not z)]
-    _check_derivative(op, found, expected)
+    full, micro = _rules(op, derivatives.tangent_rule)
+    inputs = op.status[op.params["num_consts"] :]
+    tangents = [s for s, zero in zip(inputs, micro.zeros) if not zero]
+    found = _walk_derivative(op, full.program, micro.program, [*inputs, *tangents])
+    _check_derivative(op, found, [*outputs, *(s for s, zero in zip(outputs, micro.out_zeros) if not zero)])
     return outputs
 
 
 @rule("custom_vjp_call")
 def _custom_vjp(op):
     outputs = op.walk("call_jaxpr", op.status, may_gate=False).status
-    if op.in_derivative:
-        return outputs
-    skip = op.params["num_consts"]
-    inputs = op.status[skip:]
-
-    def forward(eqn) -> ClosedJaxpr:
-        nonzero = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[skip:]]
-        return ClosedJaxpr(*eqn.params["fwd_jaxpr_thunk"].call_wrapped(*nonzero))
-
-    forwards = _trace(op, lambda: [forward(op.full), forward(op.micro)])
-    made = _walk_derivative(op, *forwards, inputs)
-    _, tree, forwarded = op.micro.params["out_trees"]()
-    num_made = tree.num_leaves - sum(f is not None for f in forwarded)
-    _check_derivative(op, made[num_made:], outputs)
-
-    def residuals(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-        new_ = iter(new)
-        return [next(new_) if f is None else old[f] for f in forwarded]
-
-    def backward(eqn, fwd: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:
-        places: list[int] = []
-
-        def run(*args):
-            results = eqn.params["bwd"].call_wrapped(*args)
-            arrays = [
-                (i, r)
-                for i, r in enumerate(results)
-                if isinstance(r, jax.Array | np.ndarray) and r.dtype != float0
-            ]
-            places[:] = [i for i, _ in arrays]
-            return [r for _, r in arrays]
-
-        avals = residuals(fwd.out_avals[:num_made], [v.aval for v in eqn.invars])
-        cotangents = [v.aval.to_ct_aval() for v in eqn.outvars]
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in [*avals, *cotangents]]
-        return jax.make_jaxpr(run)(*shapes), places
-
-    (full, _), (micro, places) = _trace(
-        op, lambda: [backward(eqn, fwd) for eqn, fwd in zip((op.full, op.micro), forwards)]
-    )
+    full, micro = _rules(op, derivatives.backward_rule)
+    inputs = op.status[op.params["num_consts"] :]
+    made = _walk_derivative(op, full.forward, micro.forward, inputs)
+    _check_derivative(op, made[micro.num_new :], outputs)
     # Sums and shared values change places in the backward direction.
-    cotangents = [_dual(s) for s in outputs]
-    found = _walk_derivative(
-        op, full, micro, [*residuals(made[:num_made], op.status), *cotangents],
-        sums=[isinstance(inputs[i], Shared) for i in places],
-    )  # fmt: skip
-    _check_derivative(op, found, [_dual(inputs[i]) for i in places])
+    statuses = [*micro.residuals(made[: micro.num_new], op.status), *(_dual(s) for s in outputs)]
+    sums = [isinstance(inputs[i], Shared) for i in micro.places]
+    found = _walk_derivative(op, full.backward, micro.backward, statuses, sums)
+    _check_derivative(op, found, [_dual(inputs[i]) for i in micro.places])
     return outputs
 
 
@@ -202,22 +150,27 @@ def _dual(status: Status) -> Status:
     return Shared() if isinstance(status, Partial) else status
 
 
-def _trace(op, function):
+def _rules(op, extract):
     try:
-        return function()
+        return extract(op.full), extract(op.micro)
     except MerakError:
         raise
     except Exception as error:
         return op.fail(
-            f"the derivative rule of a `{op.name}` can't be traced on its own ({type(error).__name__}: {error})"
+            f"the derivative rule of a `{op.name}` can't be traced alone ({type(error).__name__}: {error})"
         )
 
 
 def _walk_derivative(
     op, full: ClosedJaxpr, micro: ClosedJaxpr, statuses, sums: Sequence[bool] = ()
 ) -> list[Status]:
-    merged = merge(full.jaxpr, micro.jaxpr, exact_literals=True)
-    walker = op.inner_walker(may_gate=False, in_derivative=True)
+    place = op.walker.place(op.full)
+    try:
+        merged = merge(full.jaxpr, micro.jaxpr, exact_literals=True)
+    except NotSeparableError as error:
+        raise NotSeparableError(f"In the derivative rule of the `{op.name}` {place}: {error}") from None
+    walker = op.inner_walker(may_gate=False)
+    walker.within = f"In a derivative rule. {place}"
     return walker.program(full.jaxpr, merged, statuses, sums).status
 
 

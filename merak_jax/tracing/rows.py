@@ -1,4 +1,4 @@
-"""Walk the two matched programs together and give every value its status, rewriting what has to count once."""
+"""Walk the two matched programs together, give every value its status, rewrite what has to count once."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
+from merak_jax.tracing import indexing as _indexing  # noqa: F401 (registers its rules)
 from merak_jax.tracing import nested
 from merak_jax.tracing.inline import make_jaxpr
 from merak_jax.tracing.jaxprs import evaluate, slice_program
 from merak_jax.tracing.matching import open_jaxpr, same_program
 from merak_jax.tracing.separability import RULES, Batched, Partial, Shared, Status, Uniform, is_rows
 
-Atom = Var | Literal
+Atom = Any  # a variable or a literal
 
 # Equations that can give the batch dimension to a value which had none.
 _CREATORS = frozenset({"broadcast_in_dim", "iota", "random_bits", "random_split"})
 
 WAYS_OUT = (
     "Microbatches would not give the numbers of the full batch. Three ways out: run the batch whole "
-    '(num_microbatches=1 on a mesh with data=1), accept them with semantics="per_microbatch", or rewrite the loss '
-    "as a sum over rows (divided by counts that depend on the batch only)."
+    '(num_microbatches=1 on a mesh with data=1), accept them with semantics="per_microbatch", or rewrite '
+    "the loss as a sum over rows (divided by counts that depend on the batch only)."
 )
 
 
@@ -38,7 +39,7 @@ def differing_axes(full: Any, micro: Any) -> list[int]:
 
 @dataclass
 class Walked:
-    """A nested program with statuses of its outputs; `jaxpr` reads `is_first` as its last input if `uses_first`."""
+    """A nested program, statuses of its outputs, and whether its last input is `is_first`."""
 
     jaxpr: Any
     status: list[Status]
@@ -75,7 +76,7 @@ class Walker:
       rows_full, rows_micro: rows of the full batch and of a microbatch.
       first: the boolean input that is true for one microbatch only.
       may_gate: whether equations that read `first` may be added.
-      in_derivative: whether this is a derivative rule, whose own derivative nobody takes.
+      within: what to say instead of an equation's own line, in a program that has none.
       status: of each variable of the microbatch program that the pipeline can have.
       missing: variables that it can't have, and why.
       eqns: the rewritten program so far.
@@ -84,7 +85,7 @@ class Walker:
     rows_full: int
     rows_micro: int
     may_gate: bool = True
-    in_derivative: bool = False
+    within: str = ""
     first: Var = field(default_factory=lambda: _compat.new_var(_flag_aval()))
     uses_first: bool = False
     status: dict[Var, Status] = field(default_factory=dict)
@@ -101,7 +102,9 @@ class Walker:
         return self.status[atom]
 
     def place(self, eqn: JaxprEqn) -> str:
-        """The user's line of an equation, or of the last one before it that has one (cached library code has none)."""
+        """The user's line of an equation, or the last one before it: cached library code has none."""
+        if self.within:
+            return self.within
         line = _compat.source_line(eqn)
         if line:
             return f"At {line}"
@@ -109,7 +112,7 @@ class Walker:
         return f"After {next(filter(None, lines), 'the start of the loss')}"
 
     def step(self, full: JaxprEqn, micro: JaxprEqn) -> list[Status]:
-        """Add one matched equation to the program; raises NotSeparableError and adds nothing if no status is true."""
+        """Add one matched equation to the program, or raise NotSeparableError and add nothing."""
         self.seen.append((full, micro))
         op = Equation(self, full, micro, [self.read(a) for a in micro.invars])
         if all(isinstance(s, Shared) for s in op.status) and same_program(full, micro):
@@ -126,7 +129,8 @@ class Walker:
         for a, b, status in zip(full.outvars, micro.outvars, statuses):
             if not self.consistent(status, a.aval, b.aval):
                 op.fail(
-                    f"the result of `{op.name}` has the batch in two dimensions, or rows that are not in the batch"
+                    f"the result of `{op.name}` has the batch in two dimensions, "
+                    "or rows that are not in the batch"
                 )
         op.finish()
         self.status.update(zip(micro.outvars, statuses))
@@ -180,10 +184,10 @@ class Walker:
         if self.is_zero(atom):
             return atom
         if not self.may_gate:
-            line = _compat.source_line(near) if near is not None else "an unknown line"
+            line = self.place(near) if near is not None else self.within
             raise NotSeparableError(
-                f"A term that does not depend on the batch is added to a sum over the batch inside a function with a "
-                f"custom derivative or a nested call, at {line}: move it out. {WAYS_OUT}"
+                "A term that does not depend on the batch is added to a sum over the batch inside a function "
+                f"with a custom derivative or a nested call: move it out. {line}. {WAYS_OUT}"
             )
         self.uses_first = True
 
@@ -221,12 +225,12 @@ def _holds_programs(eqn: JaxprEqn) -> bool:
 
 
 class Equation:
-    """One matched equation, as a rule sees it: the statuses of its operands, and ways to fail and to rewrite it."""
+    """One matched equation, as a rule sees it: statuses of its operands, ways to fail and to rewrite it."""
 
     def __init__(self, walker: Walker, full: JaxprEqn, micro: JaxprEqn, status: list[Status]):
         self.walker, self.full, self.micro, self.status = walker, full, micro, status
         self.name, self.params = micro.primitive.name, micro.params
-        self.rows_full, self.in_derivative = walker.rows_full, walker.in_derivative
+        self.rows_full = walker.rows_full
         self._once: set[int] = set()
         self._operands = list(micro.invars)
         self._new_params: dict[str, Any] = {}
@@ -250,7 +254,8 @@ class Equation:
             return
         if any(is_rows(s) for s in self.status):
             self.fail(
-                f"`{self.name}` mixes a sum over the batch with the rows of the batch, as batch normalization does"
+                f"`{self.name}` mixes a sum over the batch with the rows of the batch, "
+                "as batch normalization does"
             )
         if sum(isinstance(s, Partial) for s in self.status) > 1:
             self.fail(f"`{self.name}` of two sums over the batch is not the sum of the microbatches' own")
@@ -287,7 +292,7 @@ class Equation:
         self._new_params.update(params)
 
     def own_rows(self, i: int, operand: Status, column: int) -> Status | None:
-        """Recognise `x[arange(B), …]`: index `column` of operand `i` numbers the rows, each looks into itself.
+        """Recognise `x[arange(B), …]`: `column` of the indices in operand `i` numbers the rows.
 
         Returns the rows of the index operand, after replacing the row numbers by those within the microbatch.
         """
@@ -296,8 +301,9 @@ class Equation:
         pieces = self._index_columns(self.micro.invars[i], 1), self._index_columns(self.full.invars[i], 0)
         if column >= len(pieces[0]):
             return None
-        numbers = [self._constant(p[column], side) for p, side in zip(pieces, (1, 0))]
-        if any(n is None or n.ndim == 0 or n.shape[-1] != 1 for n in numbers):
+        found = [self._constant(p[column], side) for p, side in zip(pieces, (1, 0))]
+        numbers = [n for n in found if n is not None and n.ndim > 0 and n.shape[-1] == 1]
+        if len(numbers) < 2:
             return None
         axes = [a for a in range(numbers[0].ndim - 1) if numbers[1].shape[a] != numbers[0].shape[a]]
         if len(axes) != 1 or numbers[1].shape[axes[0]] != self.rows_full:
@@ -374,15 +380,9 @@ class Equation:
             return Walked(ClosedJaxpr(walked.jaxpr, micro.consts), walked.status, walked.uses_first)
         return walked
 
-    def inner_walker(self, *, may_gate: bool, in_derivative: bool = False) -> Walker:
+    def inner_walker(self, *, may_gate: bool) -> Walker:
         """A walker for a program inside this equation."""
-        outer = self.walker
-        return Walker(
-            outer.rows_full,
-            outer.rows_micro,
-            may_gate and outer.may_gate,
-            in_derivative or outer.in_derivative,
-        )
+        return Walker(self.rows_full, self.walker.rows_micro, may_gate and self.walker.may_gate)
 
     def fixpoint(
         self, carry: Sequence[Status], walk: Callable[[list[Status]], Walked]

@@ -1,8 +1,9 @@
 """Per-primitive rules: what one equation does to the rows of the batch.
 
-A value of the microbatch program stands for a value of the full-batch program in one of three ways (its status):
-equal in every microbatch, the microbatch's rows of it, or one summand of it. A rule takes the statuses of the operands
-of one equation and returns those of its results, or fails where no status is true. `RULES` maps primitive names to rules.
+A value of the microbatch program stands for a value of the full-batch program in one of three ways (its
+status): equal in every microbatch, the microbatch's rows of it, or one summand of it. A rule takes the
+statuses of the operands of one equation and returns those of its results, or fails where no status is true.
+`RULES` maps primitive names to rules.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Batched:
-    """A microbatch holds its rows: `axis` has size outer*rows*inner in C order, so reshapes may have merged it."""
+    """A microbatch holds its rows. `axis` has size outer*rows*inner, C order: reshapes may have merged it."""
 
     axis: int
     outer: int = 1
@@ -69,7 +70,7 @@ def is_rows(status: Status | None) -> bool:
 
 
 def same_rows(op, *statuses: Status) -> Status:
-    """The one order of rows that all batched `statuses` have, at the axis of the first; fails if they differ."""
+    """The order of rows that all batched `statuses` have, at the axis of the first; fails if they differ."""
     rows = [s for s in statuses if is_rows(s)]
     if not rows:
         return Shared()
@@ -86,7 +87,8 @@ def elementwise(op) -> Status:
     op.refuse_partial()
     if len({s.axis for s in op.status if is_rows(s)}) > 1:
         op.fail(
-            f"`{op.name}` combines every row of the batch with every other one (two batch dimensions in one value)"
+            f"`{op.name}` combines every row of the batch with every other one "
+            "(two batch dimensions in one value)"
         )
     return same_rows(op, *op.status)
 
@@ -94,7 +96,7 @@ def elementwise(op) -> Status:
 def jointly_linear(op, data: Sequence[int]) -> bool:
     """Whether an operand in `data` is a sum over the batch, the result then being one.
 
-    The equation is linear in the operands `data` taken together, so a shared one among them has to count once.
+    The equation is linear in the operands `data` together, so a shared one among them has to count once.
     """
     if not any(isinstance(op.status[i], Partial) for i in data):
         return False
@@ -107,7 +109,7 @@ def jointly_linear(op, data: Sequence[int]) -> bool:
 
 
 def linear_in_each(op) -> bool:
-    """Whether exactly one operand is a sum over the batch and the others are shared: then so is the result."""
+    """Whether one operand is a sum over the batch and the others are shared: then the result is a sum too."""
     if not any(isinstance(s, Partial) for s in op.status):
         return False
     if sum(not isinstance(s, Shared) for s in op.status) > 1:
@@ -128,12 +130,12 @@ def linear_in_first(function: Rule) -> Rule:
 
 
 ELEMENTWISE = (
-    "sign nextafter floor ceil round is_finite exp exp2 log expm1 log1p tanh logistic sin cos tan asin acos atan atan2 "
-    "sinh cosh asinh acosh atanh abs sqrt rsqrt cbrt square pow integer_pow not and or xor population_count clz mulhi "
-    "rem max min shift_left shift_right_arithmetic shift_right_logical eq ne ge gt le lt eq_to le_to lt_to clamp "
-    "bitcast_convert_type regularized_incomplete_beta lgamma digamma polygamma igamma igamma_grad_a igammac zeta "
-    "bessel_i0e bessel_i1e erf erfc erf_inv complex threefry2x32 random_seed random_wrap random_unwrap random_clone "
-    "random_fold_in"
+    "sign nextafter floor ceil round is_finite exp exp2 log expm1 log1p tanh logistic sin cos tan asin "
+    "acos atan atan2 sinh cosh asinh acosh atanh abs sqrt rsqrt cbrt square pow integer_pow not and or "
+    "xor population_count clz mulhi rem max min shift_left shift_right_arithmetic shift_right_logical eq "
+    "ne ge gt le lt eq_to le_to lt_to clamp bitcast_convert_type regularized_incomplete_beta lgamma "
+    "digamma polygamma igamma igamma_grad_a igammac zeta bessel_i0e bessel_i1e erf erfc erf_inv complex "
+    "threefry2x32 random_seed random_wrap random_unwrap random_clone random_fold_in "
 ).split()
 rule(*ELEMENTWISE)(elementwise)
 
@@ -214,9 +216,16 @@ def _reduce_sum(op):
 
 
 REDUCTIONS = {
-    "reduce_max": "the maximum", "reduce_min": "the minimum", "reduce_prod": "the product", "reduce_and": "`all`",
-    "reduce_or": "`any`", "reduce_xor": "the parity", "argmax": "the argmax", "argmin": "the argmin", "reduce": "a reduction",
-}  # fmt: skip
+    "reduce_max": "the maximum",
+    "reduce_min": "the minimum",
+    "reduce_prod": "the product",
+    "reduce_and": "`all`",
+    "reduce_or": "`any`",
+    "reduce_xor": "the parity",
+    "argmax": "the argmax",
+    "argmin": "the argmin",
+    "reduce": "a reduction",
+}
 
 
 @rule(*REDUCTIONS)
@@ -431,35 +440,6 @@ def _pad(op):
     return op.status[0]
 
 
-@rule("dynamic_slice")
-@linear_in_first
-def _dynamic_slice(op):
-    rows = op.status[0]
-    if (
-        not is_rows(rows)
-        or op.full.params["slice_sizes"][rows.axis] != op.full.invars[0].aval.shape[rows.axis]
-    ):
-        op.fail("some rows of the batch are picked by a dynamic slice")
-    return rows
-
-
-@rule("dynamic_update_slice")
-def _dynamic_update_slice(op):
-    if jointly_linear(op, (0, 1)):
-        return Partial()
-    op.refuse_partial()
-    rows, update = op.status[0], op.status[1]
-    sizes = [op.full.invars[i].aval.shape for i in (0, 1)]
-    if not (
-        is_rows(rows)
-        and is_rows(update)
-        and rows.axis == update.axis
-        and sizes[0][rows.axis] == sizes[1][rows.axis]
-    ):
-        op.fail("some rows of the batch are overwritten")
-    return same_rows(op, rows, update)
-
-
 # -- products
 
 
@@ -492,88 +472,3 @@ def _convolution(op):
     if is_rows(op.status[1]) or op.status[0].axis != spec.lhs_spec[0] or op.params["batch_group_count"] != 1:
         op.fail("a convolution mixes rows of the batch")
     return replace(op.status[0], axis=spec.out_spec[0])
-
-
-# -- indexing
-
-
-@rule("gather")
-@linear_in_first
-def _gather(op):
-    operand, indices, numbers = op.status[0], op.status[1], op.params["dimension_numbers"]
-    places = [d for d in range(op.micro.outvars[0].aval.ndim) if d not in numbers.offset_dims]
-    if is_rows(indices) and indices.axis == op.ndim(1) - 1:
-        op.fail("one index is made from several rows of the batch")
-    if not is_rows(operand):
-        if not is_rows(indices):
-            op.fail("a value that every row shares is sliced by the number of rows")
-        return replace(indices, axis=places[indices.axis])
-    axis = operand.axis
-    if axis in numbers.operand_batching_dims:
-        paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
-        if is_rows(indices) and indices.axis == paired:
-            return replace(same_rows(op, operand, indices), axis=places[paired])
-    elif axis in numbers.start_index_map:
-        rows = op.own_rows(1, operand, numbers.start_index_map.index(axis))
-        if axis in numbers.collapsed_slice_dims and rows is not None:
-            return replace(rows, axis=places[rows.axis])
-    elif not is_rows(indices) and op.full.params["slice_sizes"][axis] == op.full.invars[0].aval.shape[axis]:
-        fixed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        kept = [d for d in range(op.ndim(0)) if d not in fixed]
-        return replace(operand, axis=numbers.offset_dims[kept.index(axis)])
-    return op.fail("rows of the batch are picked by index")
-
-
-@rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-def _scatter(op):
-    operand, indices, updates = op.status
-    numbers, adds = op.params["dimension_numbers"], op.name in ("scatter-add", "scatter-sub")
-    places = [d for d in range(op.ndim(2)) if d not in numbers.update_window_dims]
-    paired = is_rows(indices) and indices.axis < op.ndim(1) - 1 and is_rows(updates)
-    paired = paired and updates.axis == places[indices.axis]
-    if adds and not is_rows(operand) and paired:
-        same_rows(op, indices, updates)
-        if isinstance(operand, Shared):
-            op.count_once(0)
-        return Partial()
-    if (adds or op.name == "scatter") and jointly_linear(op, (0, 2)):
-        return Partial()
-    op.refuse_partial()
-    if not is_rows(operand):
-        op.fail(f"rows of the batch are collected by `{op.name}`")
-    axis, rows = operand.axis, same_rows(op, operand, updates)
-    if axis in numbers.operand_batching_dims:
-        place = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
-        if paired and indices.axis == place:
-            return same_rows(op, operand, indices, updates)
-    elif axis in numbers.scatter_dims_to_operand_dims:
-        own = op.own_rows(1, operand, numbers.scatter_dims_to_operand_dims.index(axis))
-        if axis in numbers.inserted_window_dims and own is not None and updates.axis == places[own.axis]:
-            return same_rows(op, operand, updates)
-    elif not is_rows(indices) and is_rows(updates):
-        fixed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-        kept = [d for d in range(op.ndim(0)) if d not in fixed]
-        sizes = [op.full.invars[i].aval.shape for i in (0, 2)]
-        if (
-            updates.axis == numbers.update_window_dims[kept.index(axis)]
-            and sizes[0][axis] == sizes[1][updates.axis]
-        ):
-            return rows
-    return op.fail("rows of the batch are written by index")
-
-
-# -- random numbers
-
-
-@rule("random_split")
-def _random_split(op):
-    if is_rows(op.status[0]):
-        return op.status[0]
-    return op.fail("a random key is split into one per row of the batch")
-
-
-@rule("random_bits")
-def _random_bits(op):
-    if is_rows(op.status[0]):
-        return op.status[0]
-    return op.fail("random draws along the batch dimension are not supported yet", error=RandomDrawError)

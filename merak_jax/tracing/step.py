@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from merak_jax import _compat
-from merak_jax.errors import BatchError, GradientCallError
+from merak_jax.errors import BatchError, GradientCallError, MerakError, TraceError
 from merak_jax.tracing.gradient import captured_gradient_calls
 from merak_jax.tracing.inline import inline, make_jaxpr
 
@@ -42,7 +43,10 @@ class TracedStep:
 
 
 def unwrap(train_step: Callable) -> Callable:
-    """The Python function below `jax.jit`, whose cached trace would hide the gradient call."""
+    """The Python function below `jax.jit`, whose cached trace would hide the gradient call. TraceError for `jax.pmap`."""
+    if inspect.isfunction(train_step) and hasattr(train_step, "lower"):
+        raise TraceError("the train step is wrapped in jax.pmap, which gives every device its own batch; pass the function "
+                         "itself, with the whole batch and an unreplicated state, and remove lax.pmean and lax.psum from it")
     while hasattr(train_step, "__wrapped__") and hasattr(train_step, "lower"):
         train_step = train_step.__wrapped__
     return train_step
@@ -50,13 +54,17 @@ def unwrap(train_step: Callable) -> Callable:
 
 def abstract(tree: Any) -> Any:
     """`tree` with a ShapeDtypeStruct (weak types kept) for each leaf."""
-    def leaf(x):
+    def leaf(path, x):
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
-        aval = jax.typeof(x) if not isinstance(x, (bool, int, float, complex)) else jax.typeof(jax.numpy.asarray(x))
+        try:
+            aval = jax.typeof(jax.numpy.asarray(x) if isinstance(x, (bool, int, float, complex)) else x)
+        except TypeError as error:
+            raise TraceError(f"the leaf at {jax.tree_util.keystr(path) or 'the root'} is a {type(x).__name__}, not an array or "
+                             "a number; keep other values out of the state and the batch") from error
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
-    return jax.tree.map(leaf, tree)
+    return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
 def batch_rows(batch_leaves: Sequence[tuple[str, Any]]) -> tuple[int, list[bool]]:
@@ -73,9 +81,11 @@ def batch_rows(batch_leaves: Sequence[tuple[str, Any]]) -> tuple[int, list[bool]
     if not sizes:
         raise BatchError("the batch has no array with a leading batch dimension; pass arrays [batch, ...]")
     if len(set(sizes.values())) > 1:
-        listing = ", ".join(f"{path}: {size}" for path, size in sizes.items())
-        raise BatchError(f"the leaves of the batch disagree on the size of dimension 0, the batch: {listing}; "
-                         "pass values that have no batch dimension as another argument of the train step")
+        first_of = {size: path for path, size in reversed(sizes.items())}
+        listing = ", ".join(f"{path}: {size}" for size, path in list(first_of.items())[:4])
+        raise BatchError(f"the leaves of the batch disagree on the size of dimension 0, the batch ({listing}); pass values that "
+                         "have no batch dimension as another argument of the train step; batch_argnums says which argument "
+                         "is the batch")
     return next(iter(sizes.values())), has_rows
 
 
@@ -109,8 +119,19 @@ def trace(train_step: Callable, args: Sequence[Any], batch_argnums: Sequence[int
             start += tree.num_leaves
         return train_step(*rebuilt)
 
-    with captured_gradient_calls():
-        closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*flat)
+    try:
+        with captured_gradient_calls():
+            closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*flat)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise TraceError(f"the train step names a mesh axis, as code for jax.pmap does ({str(error).splitlines()[0]}); remove "
+                         "lax.pmean, lax.psum and axis_name= from it: the step sees the whole batch") from error
+    except (TypeError, ValueError, AssertionError) as error:
+        if rows is None or isinstance(error, MerakError):
+            raise
+        raise TraceError(f"the train step works for a batch of {size} rows but not for one of {rows} rows, as which it is "
+                         f"traced to cut it into microbatches ({error}); take sizes from the batch, not from constants") from error
     closed = _without_dead_equations(inline(closed))
     position = _the_gradient_call(closed.jaxpr)
     eqn = closed.jaxpr.eqns[position]
@@ -144,7 +165,7 @@ def _the_gradient_call(jaxpr: Jaxpr) -> int:
         raise GradientCallError("the train step takes no gradient (no jax.grad, jax.value_and_grad or jax.vjp was called, "
                                 "or its result is not used); evaluation steps are not supported yet")
     if len(found) > 1:
-        lines = "; ".join(_compat.source_line(jaxpr.eqns[i]) for i in found)
+        lines = "; ".join(jaxpr.eqns[i].params["source"] for i in found)
         raise GradientCallError(f"the train step takes {len(found)} gradients ({lines}); exactly one can be pipelined: "
                                 "sum the losses and differentiate once, or wrap one step per loss")
     return found[0]

@@ -1,0 +1,199 @@
+"""The cells of the parity matrix: one GPT-2 training run per combination of options, and a small set that covers all pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+import merak_jax
+from merak_jax.models.gpt2 import GPT2, GPT2Config, next_token_loss
+from tests.helper import Run, assert_same_as_single_device, run_on_one_device
+
+MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (1, 4, 2), (1, 2, 4), (2, 4, 1), (1, 8, 1))
+MICROBATCHES = ("1", "P-1", "P", "8")
+DEPTHS = (3, 4, 5, 8)
+LAYERS = ("unrolled", "scanned")
+HEADS = ("tied", "untied")
+SCHEDULES = ("gpipe", "1f1b")
+MASKS = ("ragged", "one microbatch masked")
+OPTIMIZERS = ("sgd", "adamw")
+# Found by trying: most seeds give 23 cells or more, this one 21.
+SEED = 0
+# precision: (type of the computation, type of the parameters)
+PRECISIONS = {"float64": (jnp.float64, jnp.float64), "float32": (jnp.float32, jnp.float32),
+              "bfloat16": (jnp.bfloat16, jnp.float32), "all bfloat16": (jnp.bfloat16, jnp.bfloat16)}
+LENGTH, VOCABULARY = 8, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One combination of options. `mesh`: sizes of data, pipe, tensor; `microbatches`: a count or its rule in terms of P."""
+
+    mesh: tuple[int, int, int]
+    microbatches: str
+    depth: int
+    layers: str
+    head: str
+    schedule: str
+    mask: str
+    optimizer: str
+    precision: str = "float64"
+
+    def __str__(self) -> str:
+        return "-".join([self.mesh_name, f"M={self.microbatches}", f"L={self.depth}", self.layers, self.head, self.schedule,
+                         self.mask.replace(" ", "_"), self.optimizer, self.precision.replace(" ", "_")])
+
+    @property
+    def mesh_name(self) -> str:
+        return "x".join(map(str, self.mesh))
+
+    @property
+    def num_microbatches(self) -> int:
+        pipe = self.mesh[1]
+        return {"1": 1, "P-1": pipe - 1, "P": pipe, "8": 8}[self.microbatches]
+
+    @property
+    def is_valid(self) -> bool:
+        """No zero microbatches, and no batch without a single unmasked token."""
+        return self.num_microbatches > 0 and (self.mask == "ragged" or self.num_microbatches * self.mesh[0] > 1)
+
+    @property
+    def rows(self) -> int:
+        """B: 16, or the next smaller size that M = 3 or M = 7 divides; few sizes, so that cells share references."""
+        step = 2 * self.num_microbatches if self.num_microbatches in (3, 7) else 16
+        return 16 // step * step
+
+    @property
+    def settings(self) -> tuple[tuple[str, object], ...]:
+        """The options whose pairs are to be covered; a mesh counts as three."""
+        data, pipe, tensor = self.mesh
+        return (("data", data), ("pipe", pipe), ("tensor", tensor), ("microbatches", self.microbatches), ("depth", self.depth),
+                ("layers", self.layers), ("head", self.head), ("schedule", self.schedule), ("mask", self.mask),
+                ("optimizer", self.optimizer))
+
+    @property
+    def demands(self) -> list:
+        """What this cell covers: each pair of its settings, and its mesh."""
+        return [self.mesh, *itertools.combinations(self.settings, 2)]
+
+
+def all_cells() -> list[Cell]:
+    """The full product in float64, without the combinations that make no sense."""
+    product = itertools.product(MESHES, MICROBATCHES, DEPTHS, LAYERS, HEADS, SCHEDULES, MASKS, OPTIMIZERS)
+    return [cell for cell in itertools.starmap(Cell, product) if cell.is_valid]
+
+
+def covering_cells(cells: list[Cell], seed: int = SEED) -> list[Cell]:
+    """Few of `cells` that together cover every demand that any of them covers: greedy, ties broken by a seed."""
+    demands = {d: n for n, d in enumerate(dict.fromkeys(d for cell in cells for d in cell.demands))}
+    covers = np.zeros((len(cells), len(demands)), bool)
+    for n, cell in enumerate(cells):
+        covers[n, [demands[d] for d in cell.demands]] = True
+    # AdamW costs more to compile and fewer cells have it.
+    cost = np.array([0.5 * (cell.optimizer == "adamw") for cell in cells])
+    rng = np.random.default_rng(seed)
+    missing, chosen = np.ones(len(demands), np.float32), []
+    while missing.any():
+        chosen.append(int(np.argmax(covers @ missing - cost + 0.4 * rng.random(len(cells)))))
+        missing[covers[chosen[-1]]] = 0
+    return [cells[n] for n in sorted(chosen)]
+
+
+def mesh_of(data: int, pipe: int, tensor: int):
+    """A mesh on the first devices."""
+    return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[:math.prod((data, pipe, tensor))])
+
+
+def make_model(depth: int = 3, layers: str = "unrolled", head: str = "tied", precision: str = "float64", **changes) -> GPT2:
+    """A GPT-2 of width 16, with 4 heads and 32 tokens."""
+    dtype, param_dtype = PRECISIONS[precision]
+    sizes = dict(vocab_size=VOCABULARY, max_length=2 * LENGTH, num_layers=depth, num_heads=4, width=16)
+    return GPT2(GPT2Config(**{**sizes, **changes}, tie_head=head == "tied", scan_layers=layers == "scanned",
+                           dtype=dtype, param_dtype=param_dtype))
+
+
+def state_maker(model: GPT2, state_class: type[TrainState] = TrainState, **fields):
+    """`make_state(tx)` for a model; larger weights than GPT-2 starts with, so that no gradient is tiny."""
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))["params"]
+    params = jax.tree.map(lambda p: (4 * p).astype(p.dtype) if p.ndim > 1 else p, params)
+    return lambda tx: state_class.create(apply_fn=model.apply, params=params, tx=tx, **fields)
+
+
+def train_step(state, batch):
+    """A step with a masked mean; its metrics are the loss, the norm of the gradients and the number of tokens."""
+    def loss(params):
+        logits = state.apply_fn({"params": params}, batch["tokens"])
+        return next_token_loss(logits, batch["targets"], batch["mask"])
+
+    value, gradients = jax.value_and_grad(loss)(state.params)
+    metrics = {"loss": value, "grad_norm": optax.global_norm(gradients), "num_tokens": batch["mask"].sum()}
+    return state.apply_gradients(grads=gradients), metrics
+
+
+def make_batch(n: int, rows: int = 16, data: int = 1, num_microbatches: int = 1, mask: str = "ragged", dtype=jnp.float64):
+    """The batch of step n: random tokens; rows of every length from 1 to all; perhaps a microbatch of only masked tokens."""
+    rng = np.random.default_rng(n)
+    lengths = rng.integers(1, LENGTH + 1, rows)
+    valid = np.arange(LENGTH) < lengths[:, None]
+    if mask != "ragged":
+        shards = valid.reshape(data, num_microbatches, -1, LENGTH)
+        if num_microbatches > 1:
+            shards[:, n % num_microbatches] = False
+        else:
+            shards[n % data] = False
+    tokens = rng.integers(0, VOCABULARY, (2, rows, LENGTH)).astype(np.int32)
+    return {"tokens": tokens[0], "targets": tokens[1], "mask": valid.astype(dtype)}
+
+
+def make_optimizer(name: str) -> optax.GradientTransformation:
+    """Plain SGD, or a usual chain: clipping by global norm, warm-up and cosine decay, no weight decay on biases and norms."""
+    if name == "sgd":
+        return optax.sgd(0.5)
+
+    def decayed(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
+
+    schedule = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, warmup_steps=2, decay_steps=8)
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, eps=1e-3, weight_decay=0.1, mask=decayed))
+
+
+def _batches(cell: Cell):
+    dtype = jnp.float64 if cell.precision == "float64" else jnp.float32
+    return functools.partial(make_batch, rows=cell.rows, data=cell.mesh[0], num_microbatches=cell.num_microbatches,
+                             mask=cell.mask, dtype=dtype)
+
+
+@functools.cache
+def _maker(depth: int, layers: str, head: str, precision: str):
+    return state_maker(make_model(depth, layers, head, precision))
+
+
+@functools.cache
+def _optimizer(name: str) -> optax.GradientTransformation:
+    return make_optimizer(name)
+
+
+# One jitted step for all references: models and optimizers are kept, so that equal ones compile once.
+_reference_step = jax.jit(train_step)
+
+
+def reference(cell: Cell) -> Run:
+    """The single-device run of a cell."""
+    maker = _maker(cell.depth, cell.layers, cell.head, cell.precision)
+    return run_on_one_device(_reference_step, maker, _batches(cell), _optimizer(cell.optimizer))
+
+
+def check(cell: Cell):
+    """Assert parity for a cell; the differences found."""
+    return assert_same_as_single_device(
+        train_step, _maker(cell.depth, cell.layers, cell.head, cell.precision), _batches(cell), mesh_of(*cell.mesh),
+        optimizer=_optimizer(cell.optimizer), precision=cell.precision.removeprefix("all "), expected=reference(cell),
+        num_microbatches=cell.num_microbatches, schedule=cell.schedule)
