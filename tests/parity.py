@@ -25,8 +25,8 @@ HEADS = ("tied", "untied")
 SCHEDULES = ("gpipe", "1f1b")
 MASKS = ("ragged", "one microbatch masked")
 OPTIMIZERS = ("sgd", "adamw")
-# Found by trying: most seeds give 23 cells or more, this one 21.
-SEED = 0
+# Found by trying: most seeds give 23 cells or more, this one 20.
+SEED = 106
 # precision: (type of the computation, type of the parameters)
 PRECISIONS = {"float64": (jnp.float64, jnp.float64), "float32": (jnp.float32, jnp.float32),
               "bfloat16": (jnp.bfloat16, jnp.float32), "all bfloat16": (jnp.bfloat16, jnp.bfloat16)}
@@ -121,9 +121,14 @@ def make_model(depth: int = 3, layers: str = "unrolled", head: str = "tied", pre
 
 
 def state_maker(model: GPT2, state_class: type[TrainState] = TrainState, **fields):
-    """`make_state(tx)` for a model; larger weights than GPT-2 starts with, so that no gradient is tiny."""
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))["params"]
-    params = jax.tree.map(lambda p: (4 * p).astype(p.dtype) if p.ndim > 1 else p, params)
+    """`make_state(tx)` for a model: weights and biases of about 0.1 and scales of about 1, so that no gradient is tiny."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))["params"]
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        return jnp.asarray((path[-1].key == "scale") + 0.1 * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    params = jax.tree_util.tree_map_with_path(draw, shapes)
     return lambda tx: state_class.create(apply_fn=model.apply, params=params, tx=tx, **fields)
 
 

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
 import merak_jax
-from tests.helper import assert_same_as_single_device, run_on_mesh, run_on_one_device
+from tests.helper import assert_same_as_single_device, run_on_one_device
 
 VOCABULARY, WIDTH, TOKENS = 32, 8, 3
 SGD = optax.sgd(0.1)
@@ -59,7 +59,7 @@ def train_step(state, batch):
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
     value, grads = jax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": value, "grad_norm": optax.global_norm(grads)}
+    return state.apply_gradients(grads=grads), {"loss": value, "grad_norm": optax.tree.norm(grads)}
 
 
 def mesh_of(data=1, pipe=1, tensor=1):
@@ -180,16 +180,3 @@ def test_the_metrics_of_all_devices_are_the_same_number():
     for value in jax.tree.leaves(metrics):
         assert len({float(shard.data) for shard in value.addressable_shards}) == 1
         assert len(value.addressable_shards) == 8
-
-
-def test_run_on_mesh_would_notice_a_lost_gradient():
-    def wrong_step(state, batch):
-        state, metrics = train_step(state, batch)
-        table = state.params["embed"]["embedding"]
-        return state.replace(params={**state.params, "embed": {"embedding": table * (1 + 1e-11)}}), metrics
-
-    make_state = state_maker(LanguageModel())
-    expected = run_on_one_device(train_step, make_state, make_batch, SGD, steps=1)
-    wrong = run_on_mesh(wrong_step, make_state, make_batch, mesh_of(pipe=2), SGD, steps=1, num_microbatches=2)
-    difference = np.abs(wrong.state.params["embed"]["embedding"] - expected.state.params["embed"]["embedding"]).max()
-    assert difference > 1e-12

@@ -103,7 +103,7 @@ def test_unknown_axis_names_are_listed_with_the_right_ones():
         merak_jax.parallelize(train_step, mesh=mesh)
 
 
-def test_explicit_axes_are_refused_with_the_argument_to_pass():
+def test_case_71_explicit_axes_are_refused_with_the_argument_to_pass():
     mesh = jax.make_mesh((2, 2), ("pipe", "data"), axis_types=(AxisType.Explicit,) * 2)
     with pytest.raises(errors.MeshError, match=r"Explicit.*axis_types=\(AxisType.Auto,\) \* n"):
         merak_jax.parallelize(train_step, mesh=mesh)
@@ -181,7 +181,7 @@ def test_sharding_a_state_before_a_batch_says_how_to_do_it():
 
 @pytest.mark.parametrize("data, num_microbatches, rows, near", [
     (4, 1, 10, "8 or 12"), (1, 4, 6, "4 or 8"), (2, 8, 8, "16"), (2, 3, 20, "18 or 24"), (1, 2, 0, "2")])
-def test_a_batch_that_does_not_divide_names_leaf_numbers_and_the_nearest_valid_batch(data, num_microbatches, rows, near):
+def test_case_66_a_batch_that_does_not_divide_names_leaf_numbers_and_the_nearest_valid_batch(data, num_microbatches, rows, near):
     step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(data=data, devices=jax.devices()[:data]),
                                  num_microbatches=num_microbatches)
     with pytest.raises(errors.BatchError) as raised:
@@ -203,7 +203,7 @@ def test_a_batch_without_rows_says_what_a_batch_is(batch):
         run(train_step, batch=batch)
 
 
-def test_a_later_batch_of_another_size_is_checked_too():
+def test_case_67_a_later_batch_of_another_size_is_checked_too():
     step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(devices=jax.devices()[:1]), num_microbatches=4)
     step.lower(make_state(), make_batch(8))
     with pytest.raises(errors.BatchError, match=r"5 rows.*4 or 8 rows"):
@@ -334,7 +334,7 @@ def deviation(state, params, batch):
 
 @pytest.mark.parametrize("loss", [log_of_mean, largest, log_sum_exp, info_nce, deviation])
 @pytest.mark.parametrize("data, num_microbatches", [(1, 2), (2, 1)], ids=["microbatches", "data"])
-def test_a_loss_that_is_no_sum_over_rows_names_the_users_line_and_the_ways_out(loss, data, num_microbatches):
+def test_case_32_a_loss_that_is_no_sum_over_rows_names_the_users_line_and_the_ways_out(loss, data, num_microbatches):
     mesh = merak_jax.make_mesh(data=data, pipe=2, devices=jax.devices()[:2 * data])
     step = merak_jax.parallelize(step_with(loss), mesh=mesh, num_microbatches=num_microbatches)
     with pytest.raises(errors.NotSeparableError, match="num_microbatches=1 on a mesh with data=1") as raised:
@@ -342,7 +342,7 @@ def test_a_loss_that_is_no_sum_over_rows_names_the_users_line_and_the_ways_out(l
     assert line_of(loss, "# here") in messages(raised)
 
 
-def test_batch_normalisation_names_a_line_of_the_users_model():
+def test_case_20_batch_normalisation_names_a_line_of_the_users_model():
     class Normalised(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -457,7 +457,7 @@ def test_reading_a_value_while_tracing_is_jax_own_error():
 # pmap leftovers.
 
 
-def test_a_pmean_left_from_pmap_is_told_to_go():
+def test_case_108_a_pmean_left_from_pmap_is_told_to_go():
     def step(state, batch):
         value, grads = jax.value_and_grad(lambda p: losses_per_row(state, p, batch).mean())(state.params)
         return state.apply_gradients(grads=jax.lax.pmean(grads, "batch")), value

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -16,7 +17,7 @@ from merak_jax.partition.blocks import BlockGraph
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.runtime.rows import rows_back, rows_first
 from merak_jax.runtime.stage import Stage, accumulator_dtype, is_differentiable, merge, put, select, take
-from merak_jax.schedules.ticks import TickTable
+from merak_jax.schedules.ticks import NONE, TickTable
 from merak_jax.tracing.jaxprs import evaluate
 from merak_jax.tracing.microbatch import Batched, Partial, Shared
 
@@ -236,43 +237,43 @@ class _Run:
             "shared": self.zero_shared_sums(),
             "outputs": self.zero_outputs(),
         }
-        for name in ("stash", "inbox", "block_shared"):
+        # What arrived at the end of a tick is stored at the start of the next one: then no buffer is read after it is written,
+        # and XLA keeps every write in place.
+        state["arrived"] = [empty_buffer((*lead, *a.shape), a.dtype) for a in chain.carry_avals]
+        state["returned"] = [empty_buffer((*lead, *a.shape), a.dtype) for a in select(floats, chain.carry_avals)]
+        for name in ("stash", "inbox", "block_shared", "arrived", "returned"):
             state[name] = [self._constrain(x, P("pipe")) for x in state[name]]
+        tables = _columns(table)
         for phase in table.phases:
-            rows = slice(phase.start, phase.stop)
-            columns = {name: jnp.asarray(getattr(table, name)[rows]) for name in (
-                "forward", "forward_slot", "backward", "backward_slot", "cotangent_slot", "epilogue", "epilogue_slot",
-                "receive_forward_slot", "receive_backward_slot")}
-            # What all devices need to know of stage 0, so that nobody asks stage 0 for it.
-            columns["prologue"], columns["prologue_backward"] = columns["forward"][:, 0], columns["backward"][:, 0]
-            always = {name: bool((getattr(table, name)[rows] >= 0).all()) for name in ("epilogue",)}
+            columns = {name: column[phase.start:phase.stop] for name, column in tables.items()}
+            present = {name: bool((column >= 0).any()) for name, column in columns.items()}
+            always = {name: bool((column >= 0).all()) for name, column in columns.items()}
 
-            def tick(state, column, phase=phase, always=always):
-                return self._tick(dict(state), column, phase, always), None
+            def tick(state, column, phase=phase, present=present, always=always):
+                return self._tick(dict(state), column, phase, present, always), None
 
-            state, _ = lax.scan(tick, state, columns)
+            state, _ = lax.scan(tick, state, {name: jnp.asarray(column) for name, column in columns.items()})
         shared = dict(zip([v for v, yes in zip(self.p.shared, self.wanted) if yes], state["shared"]))
         for v, total in zip(select(self.stage.shared_gradient, chain.shared), state["block_shared"]):
             shared[v] = shared[v] + total.sum(0)
         return self.finish(state["outputs"]), state["lanes"], self.constrain_shared_sums(list(shared.values()))
 
-    def _tick(self, state, column, phase, always):
-        """One tick: F on every stage, the epilogue, B on every stage, then what was sent is stored."""
-        sent = back = None
-        if phase.forward:
-            state["stash"], last, sent = self._forward(state, column)
+    def _tick(self, state, column, phase, present, always):
+        """One tick: store what arrived, F on every stage, the epilogue, B on every stage."""
+        if present["store_arrived"]:
+            state["stash"] = self._receive(state["stash"], state["arrived"], column["store_arrived"], (0,))
+        if present["store_returned"]:
+            state["inbox"] = self._receive(state["inbox"], state["returned"], column["store_returned"], ())
         cotangent = None
+        if phase.forward:
+            state["stash"], last, state["arrived"] = self._forward(state, column)
         if phase.epilogue:
             m, valid = column["epilogue"], None if always["epilogue"] else column["epilogue"] >= 0
             cotangent = self._run_epilogue(state, last, jnp.maximum(m, 0), valid)
         if phase.backward:
-            back = self._backward(state, column, cotangent)
+            state["returned"] = self._backward(state, column, cotangent)
         elif cotangent is not None:
             state["inbox"] = self._store_epilogue(state["inbox"], cotangent, column)
-        if sent is not None:
-            state["stash"] = self._receive(state["stash"], sent, column["receive_forward_slot"], first_block=True)
-        if back is not None:
-            state["inbox"] = self._receive(state["inbox"], back, column["receive_backward_slot"], first_block=False)
         return state
 
     def _on_stages(self, function, stage_args, whole_args):
@@ -380,14 +381,24 @@ class _Run:
         state["shared"] = self._add_shared(state["shared"], pull(first)[0])
         return sent
 
-    def _receive(self, buffers, sent, slots, first_block: bool):
+    def _receive(self, buffers, values, slots, place: tuple[int, ...]):
+        """Store what arrived, at `[slot, *place]` of each stage's buffers."""
         def body(run, stage, own, _):
-            buffers, sent, slot = own
-            if not first_block:
-                return _store(buffers, sent, slot)
-            return _store(buffers, sent, slot, 0)
+            return _store(*own, *place)
 
-        return self._on_stages(body, (buffers, sent, slots), ())
+        return self._on_stages(body, (buffers, values, slots), ())
+
+
+def _columns(table: TickTable) -> dict[str, np.ndarray]:
+    """What a tick reads of the table, `[ticks, P]` or `[ticks]`."""
+    columns = {name: getattr(table, name) for name in (
+        "forward", "forward_slot", "backward", "backward_slot", "cotangent_slot", "epilogue", "epilogue_slot")}
+    # What all devices need to know of stage 0, so that nobody asks stage 0 for it.
+    columns["prologue"], columns["prologue_backward"] = table.forward[:, 0], table.backward[:, 0]
+    nothing = np.full((1, table.forward.shape[1]), NONE, np.int32)
+    columns["store_arrived"] = np.concatenate([nothing, table.receive_forward_slot[:-1]])
+    columns["store_returned"] = np.concatenate([nothing, table.receive_backward_slot[:-1]])
+    return columns
 
 
 def _only(here, value) -> Any:

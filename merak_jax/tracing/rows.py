@@ -105,11 +105,11 @@ class Walker:
         """The user's line of an equation, or the last one before it: cached library code has none."""
         if self.within:
             return self.within
-        line = _compat.source_line(eqn)
-        if line:
-            return f"At {line}"
-        lines = (_compat.source_line(e) for e, _ in reversed(self.seen))
-        return f"After {next(filter(None, lines), 'the start of the loss')}"
+        for candidate in (eqn, *(e for e, _ in reversed(self.seen))):
+            line = _compat.source_line(candidate)
+            if line and line != "an unknown line":
+                return f"{'At' if candidate is eqn else 'After'} {line}"
+        return "At an unknown line"
 
     def step(self, full: JaxprEqn, micro: JaxprEqn) -> list[Status]:
         """Add one matched equation to the program, or raise NotSeparableError and add nothing."""
@@ -270,7 +270,7 @@ class Equation:
             self.fail("a value has the batch in two dimensions")
         return axes[0]
 
-    def layout(self, rows: Status) -> Batched:
+    def layout(self, rows: Batched | Uniform) -> Batched:
         """A batched status with the order of its rows spelled out (for the first operand)."""
         if isinstance(rows, Batched):
             return rows
@@ -291,7 +291,7 @@ class Equation:
     def set_params(self, **params: Any) -> None:
         self._new_params.update(params)
 
-    def own_rows(self, i: int, operand: Status, column: int) -> Status | None:
+    def own_rows(self, i: int, operand: Batched | Uniform, column: int) -> Batched | None:
         """Recognise `x[arange(B), …]`: `column` of the indices in operand `i` numbers the rows.
 
         Returns the rows of the index operand, after replacing the row numbers by those within the microbatch.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 
@@ -64,12 +64,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def is_rows(status: Status | None) -> bool:
+def is_rows(status: Status | None) -> TypeGuard[Batched | Uniform]:
     """Whether the value has a batch dimension."""
     return isinstance(status, Batched | Uniform)
 
 
-def same_rows(op, *statuses: Status) -> Status:
+def same_rows(op, *statuses: Status) -> Any:
     """The order of rows that all batched `statuses` have, at the axis of the first; fails if they differ."""
     rows = [s for s in statuses if is_rows(s)]
     if not rows:
@@ -82,7 +82,7 @@ def same_rows(op, *statuses: Status) -> Status:
     return Batched(rows[0].axis, *layouts.pop()) if layouts else rows[0]
 
 
-def elementwise(op) -> Status:
+def elementwise(op) -> Any:
     """Row by row: batched operands must have their rows in the same place."""
     op.refuse_partial()
     if len({s.axis for s in op.status if is_rows(s)}) > 1:
@@ -204,7 +204,7 @@ def _select(op):
 # -- reductions
 
 
-def _without(status: Status, axes: Sequence[int]) -> Status:
+def _without(status: Any, axes: Sequence[int]) -> Status:
     return replace(status, axis=status.axis - sum(a < status.axis for a in axes))
 
 

@@ -710,8 +710,9 @@ def test_random_programs_are_refused_or_exact():
     batch = {"x": randn(6, 3, seed=2), "y": randn(6, seed=3)}
     accepted, refused = [], []
 
-    @settings(max_examples=80, deadline=None, database=None, derandomize=True)
-    @settings(suppress_health_check=list(HealthCheck))
+    slow = list(HealthCheck)
+
+    @settings(max_examples=80, deadline=None, database=None, derandomize=True, suppress_health_check=slow)
     @given(PROGRAMS, st.sampled_from([2, 3, 6]))
     def run(program, count):
         def loss(p, b):

@@ -1,0 +1,219 @@
+"""What the compiled step looks like: its size, memory, aliasing, collectives and shardings, on emulated devices."""
+
+import functools
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh
+
+import merak_jax
+from benchmarks.hlo import Program
+from merak_jax.models.gpt2 import GPT2, GPT2Config, next_token_loss
+
+WIDTH, LENGTH, VOCABULARY = 64, 8, 96
+CARRY_BYTES = LENGTH * WIDTH * 4
+
+
+def mesh_of(data, pipe, tensor):
+    return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[:data * pipe * tensor])
+
+
+def make(mesh, layers=8, num_microbatches=4, rows=1):
+    """`(step, make_state, batch, calls)`; `rows`: of a microbatch on a device; `calls` grows with every call of the step."""
+    model = GPT2(GPT2Config(vocab_size=VOCABULARY, max_length=LENGTH, num_layers=layers, num_heads=4, width=WIDTH))
+    calls = []
+
+    def train_step(state, batch):
+        calls.append(1)
+
+        def loss(params):
+            logits = state.apply_fn({"params": params}, batch["tokens"])
+            return next_token_loss(logits, batch["targets"], batch["mask"])
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradients), {"loss": value}
+
+    def make_state(key):
+        params = model.init(key, jnp.zeros((1, LENGTH), jnp.int32))["params"]
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    count = mesh.shape["data"] * num_microbatches * rows
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCABULARY, (2, count, LENGTH)).astype(np.int32)
+    batch = {"tokens": tokens[0], "targets": tokens[1], "mask": np.ones((count, LENGTH), np.float32)}
+    return merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=num_microbatches), make_state, batch, calls
+
+
+class Compiled:
+    """A step compiled for abstract arguments, and what the compiler said."""
+
+    def __init__(self, sizes, **options):
+        step, make_state, batch, _ = make(mesh_of(*sizes), **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.lowered = step.lower(jax.eval_shape(make_state, jax.random.key(0)), batch)
+            self.seconds = []
+            self.compile()
+        self.warnings = [str(w.message) for w in caught]
+        self.memory = self.compiled.memory_analysis()
+        self.program = Program(self.compiled.as_text())
+        (self.layout,) = step._latest.layouts.values()
+
+    def compile(self):
+        """Compile, anew each time; processor seconds, as the machine may be busy."""
+        start = time.process_time()
+        self.compiled = self.lowered.lowered.compile()
+        self.seconds.append(time.process_time() - start)
+
+    @property
+    def state_bytes(self):
+        """Bytes of the state on one device."""
+        shapes = jax.eval_shape(self.layout.pack, list(self.layout.avals))
+        return sum(int(np.prod(x.shard_shape(s.shape))) * s.dtype.itemsize for s, x in zip(shapes, self.layout.shardings))
+
+
+@functools.cache
+def compiled(sizes=(2, 2, 2), **options):
+    return Compiled(sizes, **options)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
+def test_step_has_no_conditional(sizes):
+    assert compiled(sizes).program.count("while") > 0
+    assert compiled(sizes).program.count("conditional") == 0
+
+
+@pytest.mark.parametrize("change", [{"layers": 48}, {"num_microbatches": 64}], ids=["48 layers", "64 microbatches"])
+def test_program_and_compile_time_do_not_grow(change):
+    base, large = compiled(), compiled(**change)
+    for each in (base, large):
+        while len(each.seconds) < 2:
+            each.compile()
+    assert large.program.num_instructions == pytest.approx(base.program.num_instructions, rel=0.05)
+    assert min(large.seconds) <= 1.5 * min(base.seconds)
+
+
+def test_temporary_bytes_do_not_grow_with_microbatches():
+    few, many = compiled(), compiled(num_microbatches=64)
+    # The batch itself grows: tokens, targets and mask, regrouped by microbatch.
+    batch_bytes = 64 * LENGTH * 4 * 3
+    assert few.memory.temp_size_in_bytes > batch_bytes
+    assert many.memory.temp_size_in_bytes <= few.memory.temp_size_in_bytes + 4 * batch_bytes
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
+def test_state_is_updated_in_place(sizes):
+    step = compiled(sizes)
+    assert step.memory.alias_size_in_bytes >= 0.95 * step.state_bytes
+    assert not [w for w in step.warnings if "donated" in w]
+
+
+def test_state_leaves_the_step_sharded_as_it_came():
+    step = compiled()
+    (states, _), _ = step.compiled.input_shardings
+    new_states, _ = step.compiled.output_shardings
+    assert len(jax.tree.leaves(states)) == len(step.layout.specs) == len(jax.tree.leaves(new_states))
+    shapes = jax.eval_shape(step.layout.pack, list(step.layout.avals))
+    for shape, a, b in zip(shapes, jax.tree.leaves(states), jax.tree.leaves(new_states)):
+        assert a.is_equivalent_to(b, len(shape.shape))
+
+
+def test_loops_move_activations_and_no_parameters():
+    step = compiled()
+    smallest_kernel = WIDTH * WIDTH * 4 // 2
+    assert CARRY_BYTES < smallest_kernel
+    inside = [c for c in step.program.collectives if c.loops]
+    assert {c.kind for c in inside} >= {"all-reduce", "collective-permute"}
+    assert [c.text for c in inside if c.bytes > CARRY_BYTES] == []
+
+
+def test_gradients_are_reduced_over_data_once():
+    step = compiled()
+    devices = np.arange(8).reshape(2, 2, 2)
+    data_groups = {tuple(int(n) for n in devices[:, p, t]) for p in range(2) for t in range(2)}
+    over_data = [c for c in step.program.collectives if c.kind == "all-reduce" and data_groups & set(c.groups)]
+    across = [c for c in step.program.collectives if c.kind == "all-reduce"
+              and any(len({d // 4 for d in group}) > 1 for group in c.groups)]
+    assert [c.text for c in across if c.loops] == []
+    params = [i for i, path in enumerate(step.layout.paths) if ".params" in path]
+    arrays = {step.layout.places[i].array for i in params}
+    shapes = jax.eval_shape(step.layout.pack, list(step.layout.avals))
+    gradient_bytes = sum(int(np.prod(step.layout.shardings[n].shard_shape(shapes[n].shape))) * 4 for n in arrays)
+    reduced = sum(c.bytes for c in over_data)
+    assert gradient_bytes <= reduced <= 1.05 * gradient_bytes + 64
+    assert len(over_data) <= len(arrays) + 2
+
+
+def test_five_steps_trace_and_compile_once():
+    step, make_state, batch, calls = make(mesh_of(2, 2, 2), layers=2)
+    state, _ = step(step.init(make_state, jax.random.key(0)), batch)
+    traced = len(calls)
+    for _ in range(4):
+        state, _ = step(state, batch)
+    assert len(calls) == traced
+    assert len(step._runners) == 1
+    assert step._latest.jitted._cache_size() == 1
+
+
+def test_stage_sits_on_its_row_of_a_permuted_mesh():
+    order = np.array([5, 2, 7, 0, 3, 6, 1, 4])
+    devices = np.array(jax.devices())[order].reshape(2, 2, 2)
+    mesh = Mesh(devices, ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    step, make_state, batch, _ = make(mesh, layers=2)
+    state, metrics = step(step.init(make_state, jax.random.key(0)), batch)
+    lanes = [a for n, a in enumerate(state._arrays) if step._latest.layouts[0].specs[n][:1] == ("pipe",)
+             and step._latest.layouts[0].places[step._latest.layouts[0].leaves_of(n)[0]].lane is not None]
+    assert len(lanes) > 10
+    for array in lanes:
+        for shard in array.addressable_shards:
+            assert shard.device in mesh.devices[:, shard.index[0].start or 0]
+    straight, _, _, _ = make(mesh_of(2, 2, 2), layers=2)
+    _, expected = straight(straight.init(make_state, jax.random.key(0)), batch)
+    assert metrics["loss"] == pytest.approx(float(expected["loss"]), rel=1e-6)
+
+
+LONG_RUN = """
+import jax, jax.numpy as jnp, numpy as np, optax, merak_jax
+merak_jax.emulate(8)
+from flax.training.train_state import TrainState
+from merak_jax.models.gpt2 import GPT2, GPT2Config, next_token_loss
+
+model = GPT2(GPT2Config(vocab_size=256, max_length=128, num_layers=8, num_heads=8, width=256))
+
+def make_state(key):
+    params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+
+def train_step(state, tokens):
+    def loss(params):
+        return next_token_loss(state.apply_fn({"params": params}, tokens)[:, :-1], tokens[:, 1:])
+    value, gradients = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=gradients), value
+
+step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(data=2, pipe=2, tensor=2), num_microbatches=2)
+state = step.init(make_state, jax.random.key(0))
+tokens = np.random.default_rng(0).integers(0, 256, (4, 128)).astype(np.int32)
+losses = []
+for _ in range(20):
+    state, loss = step(state, tokens)
+    losses.append(float(loss))
+assert np.isfinite(losses).all() and losses[-1] < losses[0], losses
+"""
+
+
+def test_twenty_steps_of_a_wide_model_do_not_hang():
+    root = Path(__file__).resolve().parent.parent
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", LONG_RUN], cwd=root, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
