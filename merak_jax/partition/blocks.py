@@ -110,6 +110,11 @@ def _pipelined_outputs(program: Jaxpr, domain, rows_inputs) -> tuple[int, ...]:
                  if isinstance(a, Var) and domain[a] & BATCH and a not in rows_inputs)
 
 
+def whole(graph: BlockGraph, input_domain: Mapping[Var, int]) -> BlockGraph:
+    """The same loss without a chain, for one stage: the user's own program."""
+    return _whole(graph.program, dependence(graph.program, input_domain))
+
+
 def _whole(program: Jaxpr, domain) -> BlockGraph:
     rows = tuple(v for v in program.invars if domain[v] & BATCH)
     outputs = _pipelined_outputs(program, domain, rows)

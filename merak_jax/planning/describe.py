@@ -13,7 +13,7 @@ from merak_jax.runtime.program import StepProgram
 
 def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan:
     """The plan of a step for the shapes it was traced with."""
-    traced, graph, mesh, lanes = program.traced, program.loss.graph, program.pipeline.mesh, program.lanes
+    traced, graph, mesh, lanes = program.traced, program.loss.found, program.pipeline.mesh, program.lanes
     chain = graph.chain
     carry = sum(_bytes(a) for a in chain.carry_avals) if chain is not None else 0
     if program.table is not None:
@@ -22,7 +22,8 @@ def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan
     else:
         in_flight, slots = [1] * lanes.num_stages, 0
     block = sum(_bytes(v.aval) for v in chain.lane_prepare.outvars) if chain is not None else 0
-    stages = tuple(StagePlan(n, n * block, held, slots * lanes.depth * carry) for n, held in zip(lanes.counts, in_flight))
+    counts = lanes.counts if program.table is not None else (chain.length if chain is not None else 0,)
+    stages = tuple(StagePlan(n, n * block, held, slots * lanes.depth * carry) for n, held in zip(counts, in_flight))
     state_bytes = 0
     splits, others = [], []
     for layout in program.layouts.values():
@@ -38,7 +39,9 @@ def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan
             if lane is not None and "tensor" in spec and ".opt_state" not in path:
                 splits.append(f"{path}{list(aval.shape)} dimension {list(spec).index('tensor') - 2 + (lane < 0)}"
                               + (f" (and {len(members) - 1} more blocks)" if len(members) > 1 else ""))
-            if lane is None and aval.shape and ".opt_state" not in path:
+            if lane is None and aval.shape and ".opt_state" not in path and "tensor" in spec:
+                splits.append(f"{path}{list(aval.shape)} dimension {list(spec).index('tensor')}")
+            elif lane is None and aval.shape and ".opt_state" not in path:
                 entry: Any = [f"{d}: {e}" for d, e in enumerate(spec) if e is not None]
                 others.append(f"{path}{list(aval.shape)} " + (f"split {entry[0]}" if entry else "whole on every device"))
     return Plan(

@@ -25,6 +25,10 @@ class StateGroups:
     stacks: tuple[Var, ...]
     follows: Mapping[Any, Any]   # a group or stack of moments -> the parameter group or stack whose path it shares
 
+    def unpacked(self) -> StateGroups:
+        """No groups: every leaf is stored as the user has it."""
+        return StateGroups((), (), {})
+
     def layouts(self, traced: TracedStep, lanes: LaneLayout, mesh: Mesh, specs: Mapping[Any, PartitionSpec],
                 arguments: Sequence[int]) -> dict[int, StateLayout]:
         """The stored form of each packed argument; `specs` gives the sharding of each group, stack and whole leaf."""

@@ -183,41 +183,24 @@ class _Run:
         """Outputs in the types of the loss."""
         return [o.astype(a.aval.dtype) for o, a in zip(outputs, self.graph.epilogue.outvars)]
 
-    # One stage: nothing to pipeline, F and B of a microbatch follow each other and keep their residuals.
+    # One stage: nothing to pipeline. The loss runs as the user wrote it, F and B of a microbatch follow each other.
 
     def plain(self):
         """The loss and its gradient with all blocks on one stage."""
-        lane_wanted = self.p.lane_gradient
-        lanes = [x[0] for x in self.lanes]
-        chain = self.graph.chain
 
-        def loss(lane_part, shared_part, m):
-            rows = self.microbatch(m)
-            shared = merge(self.wanted, shared_part, self.shared)
-            carry: list[Any] = []
-            if chain is not None:
-                own = self.values(chain.shared, shared)
-                side = self.side(rows)
+        def loss(shared_part, m):
+            return self.epilogue([], merge(self.wanted, shared_part, self.shared), self.microbatch(m))
 
-                def block(carry, lane):
-                    return self.stage.block(carry, lane, own, side), None
-
-                carry, _ = lax.scan(block, self.prologue(shared, rows), merge(lane_wanted, lane_part, lanes))
-            return self.epilogue(carry, shared, rows)
-
-        gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        gradient = jax.value_and_grad(loss, has_aux=True)
 
         def body(state, m):
-            outputs, lane_sums, shared_sums = state
-            (_, new), (d_lanes, d_shared) = gradient(select(lane_wanted, lanes), select(self.wanted, self.shared), m)
-            lane_sums = [a + g[None].astype(a.dtype) for a, g in zip(lane_sums, d_lanes)]
-            shared_sums = [a + g.astype(a.dtype) for a, g in zip(shared_sums, d_shared)]
-            return (self.collect(outputs, new, m), self.constrain_lane_sums(lane_sums, inside_pipe=False),
-                    self.constrain_shared_sums(shared_sums)), None
+            outputs, sums = state
+            (_, new), gradients = gradient(select(self.wanted, self.shared), m)
+            return (self.collect(outputs, new, m), self._add_shared(sums, gradients)), None
 
-        state = (self.zero_outputs(), self.zero_lane_sums(), self.zero_shared_sums())
+        state = (self.zero_outputs(), self.zero_shared_sums())
         state, _ = lax.scan(body, state, jnp.arange(self.p.num_microbatches))
-        return self.finish(state[0]), state[1], state[2]
+        return self.finish(state[0]), [], state[1]
 
     # Several stages: merged ticks.
 
@@ -291,8 +274,7 @@ class _Run:
             out = function(run, lax.axis_index("pipe"), own, whole_args)
             return jax.tree.map(lambda x: x[None], out)
 
-        mesh = None if self.data > 1 else self.p.mesh
-        return jax.shard_map(body, mesh=mesh, axis_names={"pipe"}, check_vma=False,
+        return jax.shard_map(body, mesh=self._mesh_for_stages(), axis_names={"pipe"}, check_vma=False,
                              in_specs=(P("pipe"), P(), P()), out_specs=P("pipe"))(
             stage_args, whole_args, (self.values(names), self.rows, self.first_shard))
 
@@ -383,10 +365,17 @@ class _Run:
 
     def _receive(self, buffers, values, slots, place: tuple[int, ...]):
         """Store what arrived, at `[slot, *place]` of each stage's buffers."""
-        def body(run, stage, own, _):
-            return _store(*own, *place)
+        def body(buffers, values, slots):
+            # The stage's leading 1 stays, so that the write is in place.
+            at = (0, jnp.maximum(slots[0], 0), *place)
+            return [put(b, jnp.where(slots[0] >= 0, v[0], take(b, *at)), *at) for b, v in zip(buffers, values)]
 
-        return self._on_stages(body, (buffers, values, slots), ())
+        return jax.shard_map(body, mesh=self._mesh_for_stages(), axis_names={"pipe"}, check_vma=False,
+                             in_specs=P("pipe"), out_specs=P("pipe"))(buffers, values, slots)
+
+    def _mesh_for_stages(self) -> Mesh | None:
+        """The mesh of a shard_map over `pipe`: inside the one over `data` it is known."""
+        return None if self.data > 1 else self.p.mesh
 
 
 def _columns(table: TickTable) -> dict[str, np.ndarray]:
@@ -416,10 +405,10 @@ def empty_buffer(shape, dtype) -> Any:
     return jnp.zeros(shape, dtype)
 
 
-def _store(buffers, values, slot, *rest):
-    """Write `values` at `[slot, *rest]` of `buffers`; nothing where `slot` is negative."""
-    at = (jnp.maximum(slot, 0), *rest)
-    return [put(b, jnp.where(slot >= 0, x, take(b, *at)), *at) for b, x in zip(buffers, values)]
+def _store(buffers, values, slot):
+    """Write `values` at `slot` of `buffers`; nothing where `slot` is negative."""
+    at = jnp.maximum(slot, 0)
+    return [put(b, jnp.where(slot >= 0, x, take(b, at)), at) for b, x in zip(buffers, values)]
 
 
 def _sum_dtype(dtype) -> Any:

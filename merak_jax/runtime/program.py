@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from merak_jax.errors import NoRepeatedBlocksError, NotSeparableError, PlanError, TraceError
 from merak_jax.partition.blocks import BlockGraph, dependence, find_blocks
+from merak_jax.partition.blocks import whole as whole_loss
 from merak_jax.partition.chains import BATCH, PARAMETER
 from merak_jax.partition.lanes import LaneLayout, even_counts
 from merak_jax.runtime.groups import find_state_groups, stack_leaves
@@ -38,16 +39,20 @@ class LossInput:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossProgram:
-    """The microbatched loss as blocks, and what each of its inputs is."""
+    """The microbatched loss as blocks, and what each of its inputs is.
+
+    `graph` is what runs; `found` has the blocks also where one stage runs the loss as the user wrote it.
+    """
 
     loss: MicrobatchedLoss
     graph: BlockGraph
+    found: BlockGraph
     constants: tuple[Any, ...]
     inputs: dict[Var, LossInput]
     rows_status: dict[Var, Any]
 
 
-def separate(full: TracedStep, micro: TracedStep, rows: int) -> LossProgram:
+def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> LossProgram:
     """Prove that the loss can be computed in microbatches of `rows` rows, and cut it into blocks.
 
     `micro`: the step traced at `rows_to_trace` rows.
@@ -84,9 +89,10 @@ def separate(full: TracedStep, micro: TracedStep, rows: int) -> LossProgram:
         domain[var] = BATCH if rows else int(dom) & PARAMETER
         if rows:
             rows_status[var] = None if kind.kind == "flag" else status
-    graph = find_blocks(program, domain)
+    found = find_blocks(program, domain)
+    graph = found if stages > 1 else whole_loss(found, domain)
     # Merging equal equations keeps the inputs, so `inputs` stays valid for the graph's program.
-    return LossProgram(proved, graph, tuple(constants), inputs, rows_status)
+    return LossProgram(proved, graph, found, tuple(constants), inputs, rows_status)
 
 
 def _check_loss_reads(full: TracedStep, domains: Sequence[Domain]) -> None:
@@ -358,23 +364,14 @@ def build(full: TracedStep, micro: TracedStep, rows: int, *, mesh: Mesh, num_mic
     Raises NotSeparableError and NoRepeatedBlocksError.
     """
     stages = mesh.shape["pipe"]
-    loss = separate(full, micro, rows)
-    chain = loss.graph.chain
+    loss = separate(full, micro, rows, stages)
+    chain = loss.found.chain
     if chain is None and stages > 1:
         raise NoRepeatedBlocksError(
             f"pipe={stages} needs a model with repeated blocks, but no chain of equal blocks was found among "
             f"{len(loss.graph.epilogue.eqns)} equations of the loss; use pipe=1, or give the model at least two equal layers")
-    lanes = LaneLayout(even_counts(chain.length, stages)) if chain is not None else LaneLayout((0,) * stages)
     program = loss.graph.program
-    lane_groups: list[tuple[Var, ...]] = []
-    stack_inputs: list[Var] = []
-    if chain is not None:
-        found = lane_leaves(program, [s.values for s in chain.slots if s.stack is None])
-        lane_groups = _disjoint(found)
-        stack_inputs = stack_leaves(program, [s.stack for s in chain.slots if s.stack is not None], chain.length)
-        lane_members = {v for g in lane_groups for v in g}
-        stack_inputs = [v for v in stack_inputs if v not in lane_members]
-    prepare = Rerolled(program, lane_groups, stack_inputs, lanes)
+    lane_groups, stack_inputs = block_inputs(loss.found)
     operands = full.equation.invars
 
     def outer(var: Var):
@@ -382,30 +379,24 @@ def build(full: TracedStep, micro: TracedStep, rows: int, *, mesh: Mesh, num_mic
         return operands[source.index] if source.kind == "operand" else None
 
     jaxpr = full.jaxpr.jaxpr
-    theta = operands[full.num_loss_constants:]
-    results = full.equation.outvars
-    gradients = results[len(results) - len(theta):]
     # One program for what comes before and after the gradient call: the call's results are inputs of it.
-    step = make_jaxpr([], [*jaxpr.constvars, *jaxpr.invars, *results], jaxpr.outvars,
+    step = make_jaxpr([], [*jaxpr.constvars, *jaxpr.invars, *full.equation.outvars], jaxpr.outvars,
                       [e for e in jaxpr.eqns if e is not full.equation])
-    outer_groups = [tuple(outer(v) for v in g) for g in lane_groups if outer(g[0]) is not None]
-    outer_stacks = [outer(v) for v in stack_inputs if outer(v) is not None]
     state_outputs = find_state_outputs(full, packable)
-    groups = find_state_groups(full, step, outer_groups, outer_stacks, chain.length if chain is not None else 0,
-                               set(state_outputs))
-    gradient_groups, gradient_stacks = [], []
-    result_of = {id(a): g for a, g in zip(theta, gradients)}
-    for g in lane_groups:
-        atoms = tuple(outer(v) for v in g)
-        if all(id(a) in result_of for a in atoms) and all(loss.inputs[v].index >= full.num_loss_constants for v in g):
-            gradient_groups.append(tuple(gradients[loss.inputs[v].index - full.num_loss_constants] for v in g))
-    for v in stack_inputs:
-        if loss.inputs[v].kind == "operand" and loss.inputs[v].index >= full.num_loss_constants:
-            gradient_stacks.append(gradients[loss.inputs[v].index - full.num_loss_constants])
-    update = Rerolled(step, [*groups.lanes, *gradient_groups], [*groups.stacks, *gradient_stacks], lanes)
+    groups = find_state_groups(
+        full, step, [tuple(outer(v) for v in g) for g in lane_groups if outer(g[0]) is not None],
+        [outer(v) for v in stack_inputs if outer(v) is not None], chain.length if chain is not None else 0, set(state_outputs))
     in_groups = {v for g in groups.lanes for v in g} | set(groups.stacks)
     whole_leaves = [v for v, a in zip(jaxpr.invars, full.leaf_argument) if a in state_outputs and v not in in_groups]
-    shardings = choose_shardings(loss.graph, mesh, lane_groups, stack_inputs, groups, outer, whole_leaves)
+    shardings = choose_shardings(loss.found, mesh, lane_groups, stack_inputs, groups, outer, whole_leaves)
+    if stages == 1:
+        # The loss runs as the user wrote it, and the state is stored so.
+        shardings, groups = shardings.unpacked(), groups.unpacked()
+        lane_groups, stack_inputs = [], []
+    lanes = LaneLayout(even_counts(chain.length, stages) if stages > 1 else (0,))
+    prepare = Rerolled(program, lane_groups, stack_inputs, lanes)
+    gradient_groups, gradient_stacks = _gradient_groups(full, loss, lane_groups, stack_inputs)
+    update = Rerolled(step, [*groups.lanes, *gradient_groups], [*groups.stacks, *gradient_stacks], lanes)
     layouts = groups.layouts(full, lanes, mesh, shardings.stored, list(state_outputs))
     shared, shared_gradient, lane_gradient = _wanted_gradients(loss, full.num_loss_constants)
     table = make_table(stages, num_microbatches) if stages > 1 else None
@@ -415,9 +406,35 @@ def build(full: TracedStep, micro: TracedStep, rows: int, *, mesh: Mesh, num_mic
         rows_status=tuple(loss.rows_status[v] for v in loss.graph.rows_inputs),
         output_status=tuple(_output_status(loss, n, whole) for n in loss.graph.epilogue_outputs),
         shared=shared, shared_gradient=shared_gradient, shared_specs=shardings.shared(shared),
-        lane_gradient=lane_gradient, lane_specs=shardings.lane_operands)
+        lane_gradient=lane_gradient, lane_specs=shardings.lane_operands if stages > 1 else ())
     return StepProgram(full, loss, layouts, lanes, table, pipeline, shardings, update, prepare, tuple(lane_groups),
                        tuple(stack_inputs), state_outputs)
+
+
+def block_inputs(graph: BlockGraph) -> tuple[list[tuple[Var, ...]], list[Var]]:
+    """The inputs of the loss that blocks read: one per block, and stacks `[L, ...]`."""
+    chain = graph.chain
+    if chain is None:
+        return [], []
+    lane_groups = _disjoint(lane_leaves(graph.program, [s.values for s in chain.slots if s.stack is None]))
+    in_lanes = {v for g in lane_groups for v in g}
+    stacks = stack_leaves(graph.program, [s.stack for s in chain.slots if s.stack is not None], chain.length)
+    return lane_groups, [v for v in stacks if v not in in_lanes]
+
+
+def _gradient_groups(full: TracedStep, loss: LossProgram, lane_groups, stack_inputs):
+    """The results of the gradient call that belong to lane groups and stacks."""
+    count = len(full.equation.invars) - full.num_loss_constants
+    gradients = full.equation.outvars[len(full.equation.outvars) - count:]
+
+    def gradient(var: Var):
+        source = loss.inputs[var]
+        at = source.index - full.num_loss_constants
+        return gradients[at] if source.kind == "operand" and at >= 0 else None
+
+    groups = [tuple(gradient(v) for v in g) for g in lane_groups]
+    stacks = [gradient(v) for v in stack_inputs]
+    return [g for g in groups if None not in g], [v for v in stacks if v is not None]
 
 
 def _disjoint(groups: Sequence[tuple[Var, ...]]) -> list[tuple[Var, ...]]:

@@ -23,12 +23,14 @@ P = PartitionSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shardings:
-    """Specs: of the block's lane operands `[P, N, ...]`, of each stored group, stack and whole leaf, of shared values."""
+    """Specs: of the block's lane operands and of its raw slots `[P, N, ...]`, of each stored group, stack and whole leaf."""
 
     mesh: Mesh
     graph: BlockGraph
     lane_operands: tuple[PartitionSpec, ...]
+    slot_specs: tuple[PartitionSpec, ...]
     stored: dict[Any, PartitionSpec]
+    stacks: frozenset[Var]
     tensor: TensorLayout | None
 
     def __getitem__(self, key: Any) -> PartitionSpec:
@@ -41,10 +43,29 @@ class Shardings:
         return [v if jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key)
                 else lax.with_sharding_constraint(v, NamedSharding(self.mesh, s)) for v, s in zip(values, specs)]
 
+    def unpacked(self) -> Shardings:
+        """The same splits for leaves stored one by one, as with one stage."""
+        stored: dict[Any, PartitionSpec] = {}
+        for key, spec in self.stored.items():
+            if isinstance(key, tuple):
+                stored.update((v, P(*spec[2:])) for v in key)
+            elif key in self.stacks:
+                stored[key] = P(None, *spec[2:])
+            else:
+                stored[key] = spec
+        return dataclasses.replace(self, stored=stored)
+
     def shared(self, variables: Sequence[Var]) -> tuple[PartitionSpec, ...]:
         """Specs of shared values: tables that prologue or epilogue look up or multiply are split, all else is whole."""
         tables = _tables(self.graph)
-        return tuple(self._table_spec(v) if v in tables else P() for v in variables)
+        specs = {v: self._table_spec(v) for v in tables}
+        chain = self.graph.chain
+        if chain is not None and self.mesh.shape["pipe"] == 1:
+            specs.update((v, P(*spec[2:])) for slot, spec in zip(chain.slots, self.slot_specs) for v in slot.values
+                         if isinstance(v, Var))
+            specs.update((slot.stack, P(None, *spec[2:])) for slot, spec in zip(chain.slots, self.slot_specs)
+                         if slot.stack is not None)
+        return tuple(specs.get(v, P()) for v in variables)
 
     def _table_spec(self, var: Var) -> PartitionSpec:
         """The spec of a table, through casts and transposes from the parameter it is made of."""
@@ -122,7 +143,12 @@ def choose_shardings(graph: BlockGraph, mesh: Mesh, lane_groups: Sequence[tuple[
     for var in whole_leaves:
         stored[var] = whole_spec(var.aval.shape, mesh) if not jax.dtypes.issubdtype(
             var.aval.dtype, jax.dtypes.extended) else P()
-    return Shardings(mesh, graph, lane_operands, stored, layout)
+    slot_specs: tuple[PartitionSpec, ...] = ()
+    if chain is not None:
+        slots = chain.lane_prepare.invars[:len(chain.slots)]
+        by_operand = dict(zip(chain.lane_prepare.outvars, lane_operands))
+        slot_specs = tuple(by_operand.get(v, _lane_spec(len(v.aval.shape), None)) for v in slots)
+    return Shardings(mesh, graph, lane_operands, slot_specs, stored, frozenset(groups.stacks), layout)
 
 
 def _lane_spec(ndim: int, split: int | None) -> PartitionSpec:
