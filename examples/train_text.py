@@ -102,6 +102,7 @@ def train(args, data):
     losses = []
     with InterruptFlag() as interrupt:
         state = step.init(create_state, jax.random.key(args.seed))
+        step.lower(state, data.train_batch(0))
         print(step.plan, flush=True)
         with report.TrainingProgress(args.steps) as progress:
             for number in range(args.steps):

@@ -42,6 +42,11 @@ def source_line(eqn) -> str:
     return _describe_frames(list(_source_info.user_frames(eqn.source_info.traceback)))
 
 
+def has_source(eqn) -> bool:
+    """Whether the equation knows a line outside JAX."""
+    return next(_source_info.user_frames(eqn.source_info.traceback), None) is not None
+
+
 def calling_line() -> str:
     """The user's line that is running now."""
     return _describe_frames(list(_source_info.user_frames(_source_info.current().traceback)))

@@ -204,7 +204,7 @@ class Evaluation:
                 source = program.defined.get(a) if isinstance(a, Var) else None
                 inner = program.jaxpr.eqns[source[0]] if source is not None else None
                 single = inner is not None and inner.primitive.name == name and program.uses[a] == 1
-                if single and inner.outvars[0].aval == eqn.outvars[0].aval and a not in program.signature:
+                if single and inner.outvars[0].aval == eqn.outvars[0].aval:
                     pending.append(inner)
                 else:
                     terms.append(a)
@@ -218,17 +218,20 @@ class Evaluation:
                 rest.append(a)
             else:
                 by_kind.setdefault(signature[0], {}).setdefault(signature[1], []).append(a)
-        value = None
         lanes = range(self.layout.num_lanes)
+        complete = [per_lane for per_lane in by_kind.values()
+                    if set(per_lane) == set(lanes) and len({len(v) for v in per_lane.values()}) == 1]
+        if not complete:
+            return False
+        rest += [a for per_lane in by_kind.values() if not any(per_lane is c for c in complete)
+                 for group in per_lane.values() for a in group]
+        value = None
 
         def combine(new):
             nonlocal value
             value = new if value is None else _batched(eqn, [(value, False), (new, False)])[0]
 
-        for per_lane in by_kind.values():
-            if set(per_lane) != set(lanes) or len({len(v) for v in per_lane.values()}) != 1:
-                rest.extend(a for group in per_lane.values() for a in group)
-                continue
+        for per_lane in complete:
             for column in zip(*(per_lane[k] for k in lanes)):
                 packed = self._as_packed(*self._lane(column), column[0])
                 folded = _FOLDS[name](self._neutral(packed, name), axis=(0, 1))

@@ -24,11 +24,14 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
     invars = [rename(v) for v in closed.jaxpr.invars]
     eqns: list[JaxprEqn] = []
 
-    def emit(jaxpr: Jaxpr, env: dict[Var, Var | Literal]) -> None:
+    def emit(jaxpr: Jaxpr, env: dict[Var, Var | Literal], call: JaxprEqn | None = None) -> None:
         def read(atom):
             return atom if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
+            if call is not None and not _compat.has_source(eqn):
+                # A jit whose trace was cached kept no lines; its call knows the user's.
+                eqn = eqn.replace(source_info=call.source_info)
             operands = [read(a) for a in eqn.invars]
             if eqn.primitive.name in _CALLS:
                 inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -41,7 +44,7 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
                         new_constvars.append(new)
                         consts.append(value)
                     inner_env[var] = const_of_id[id(value)]
-                emit(inner_jaxpr, inner_env)
+                emit(inner_jaxpr, inner_env, eqn)
                 for outer, result in zip(eqn.outvars, inner_jaxpr.outvars):
                     env[outer] = result if isinstance(result, Literal) else inner_env[result]
                 continue
