@@ -47,7 +47,7 @@ SPELLINGS = {
     "argnums tuple": lambda w, x: value_and_grad(loss, argnums=(0, 1))(w, x),
     "inner jit": lambda w, x: jax.jit(value_and_grad(loss))(w, x),
     "inner jit that already ran": lambda w, x: already_jitted(w, x),
-    "remat around the loss": lambda w, x: value_and_grad(jax.checkpoint(loss, static_argnums=2))(w, x),
+    "remat around the loss": lambda w, x: value_and_grad(jax.checkpoint(lambda v: loss(v, x)))(w),
     "nnx.value_and_grad": lambda w, x: nnx.value_and_grad(loss)(w, x),
     "nnx.grad with aux": lambda w, x: nnx.grad(loss_with_aux, has_aux=True)(w, x),
 }

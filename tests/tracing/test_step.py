@@ -18,6 +18,7 @@ from tests.tracing.test_gradient import run_call
 
 ROWS = 4
 MODEL = nn.Sequential([nn.Dense(4), jnp.tanh, nn.Dense(3)])
+OPTIMIZER = optax.adam(1e-2)
 
 
 class StateWithKey(TrainState):
@@ -28,8 +29,8 @@ class StateWithKey(TrainState):
 
 
 def make_state():
-    params = MODEL.init(jax.random.key(0), jnp.zeros((1, 4)))["params"]
-    return StateWithKey.create(apply_fn=MODEL.apply, params=params, tx=optax.adam(1e-2), key=jax.random.key(1))
+    params = jax.jit(MODEL.init)(jax.random.key(0), jnp.zeros((1, 4)))["params"]
+    return StateWithKey.create(apply_fn=MODEL.apply, params=params, tx=OPTIMIZER, key=jax.random.key(1))
 
 
 def make_batch(rows=ROWS):
@@ -87,7 +88,7 @@ def test_evaluating_the_trace_gives_what_the_step_gives(spelling):
     assert traced.equation.primitive.name == "loss_and_grad"
     assert all(e.primitive.name not in ("jit", "pjit") for e in traced.jaxpr.jaxpr.eqns)
     actual = evaluate(traced.jaxpr.jaxpr, traced.jaxpr.consts, *leaves_of(state, batch), special=run_call)
-    expected, tree = jax.tree.flatten(train_step(make_state(), make_batch()))
+    expected, tree = jax.tree.flatten(jax.jit(train_step)(state, make_batch()))
     assert traced.out_tree == tree
     assert_close(actual, map(jnp.asarray, expected))
 
@@ -122,8 +123,9 @@ def test_scalars_and_keys_in_the_batch_carry_no_rows():
 
 
 def test_leaves_that_disagree_are_listed():
-    with pytest.raises(BatchError, match=r"x: 8, y: 6"):
+    with pytest.raises(BatchError) as raised:
         batch_rows([("x", jnp.zeros(8)), ("y", jnp.zeros(6))])
+    assert "x: 8" in str(raised.value) and "y: 6" in str(raised.value)
 
 
 def test_abstract_keeps_weak_types_and_keys():
