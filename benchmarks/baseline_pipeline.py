@@ -33,7 +33,7 @@ def stack_blocks(params: dict, config: GPT2Config, stages: int) -> dict:
 
 
 def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
-    """The stacks over `pipe` and, as Megatron does, `tensor`; the embedding's vocabulary over `tensor`; the rest whole."""
+    """The stacks over `pipe` and, as Megatron does, `tensor`; the vocabulary over `tensor`; the rest whole."""
     def spec(path, leaf):
         names = [getattr(k, "key", getattr(k, "name", None)) for k in path]
         if "blocks" in names:
@@ -109,9 +109,9 @@ def pipeline_loss(config: GPT2Config, mesh: Mesh, num_microbatches: int, head: s
     return loss
 
 
-def pipelined_step(config: GPT2Config, mesh: Mesh, num_microbatches: int, tx: optax.GradientTransformation, head: str = "last",
-                   compiler_options: dict | None = None):
-    """`(place, step)`: `place(params)` puts GPT2's parameters on the mesh as a TrainState; `step(state, batch)` is jitted.
+def pipelined_step(config: GPT2Config, mesh: Mesh, num_microbatches: int, tx: optax.GradientTransformation,
+                   head: str = "last", compiler_options: dict | None = None):
+    """`(place, step)`: `place(params)` makes a TrainState on the mesh of GPT2's parameters; `step(state, batch)` is jitted.
 
     `batch`: `{"tokens", "targets"}`, `[batch, length]` each; the step returns `(state, loss)` and donates the state.
     """

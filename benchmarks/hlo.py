@@ -1,4 +1,4 @@
-"""Read scheduled HLO text: computations, loop bodies, collectives with bytes and groups, matmuls between start and done."""
+"""Read scheduled HLO text: computations, loops, collectives with bytes and groups, matmuls between start and done."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective: `kind` without `-start`, `bytes` of its result on a device, `groups` of device numbers or pairs.
+    """One collective: `kind` without `-start`, `bytes` of its results on a device, `groups` of device numbers or pairs.
 
-    `loops`: how many while bodies it stands in. `matmuls`: those between its start and its done; None if synchronous.
+    `largest`: bytes of the largest array among the results, as compilers combine several. `loops`: how many while bodies
+    it stands in. `matmuls`: those between its start and its done; None if synchronous.
     """
 
     kind: str
     name: str
     bytes: int
+    largest: int
     groups: tuple[tuple[int, ...], ...]
     loops: int
     matmuls: int | None
@@ -112,8 +114,9 @@ class Program:
                     done = next((n for n in range(place + 1, len(body)) if instruction.name in body[n].operands
                                  and body[n].opcode.endswith("-done")), place)
                     matmuls = sum(self.holds_matmul(i) for i in body[place + 1:done])
-                found.append(Collective(kind, instruction.name, _bytes(instruction, kind, asynchronous), _groups(instruction),
-                                        loops, matmuls, instruction.text))
+                arrays = _results(instruction, kind, asynchronous)
+                found.append(Collective(kind, instruction.name, nbytes(arrays), max(nbytes([a]) for a in arrays),
+                                        _groups(instruction), loops, matmuls, instruction.text))
         return found
 
     def _collective(self, instruction: Instruction) -> tuple[str | None, bool]:
@@ -148,15 +151,17 @@ class Program:
         return False
 
     def summary(self) -> dict[str, dict[str, int]]:
-        """By kind: how many collectives, how many in loops, bytes of the largest, asynchronous, and with a matmul inside."""
+        """By kind: how many collectives, in loops, bytes of the largest, asynchronous, and with a matmul inside."""
         result: dict[str, dict[str, int]] = {}
         by_kind = collections.defaultdict(list)
         for c in self.collectives:
             by_kind[c.kind].append(c)
         for kind, group in sorted(by_kind.items()):
             result[kind] = {
-                "count": len(group), "in_loops": sum(c.loops > 0 for c in group), "largest_bytes": max(c.bytes for c in group),
-                "asynchronous": sum(c.matmuls is not None for c in group), "overlapped": sum(bool(c.matmuls) for c in group)}
+                "count": len(group), "in_loops": sum(c.loops > 0 for c in group),
+                "largest_bytes": max(c.bytes for c in group),
+                "asynchronous": sum(c.matmuls is not None for c in group),
+                "overlapped": sum(bool(c.matmuls) for c in group)}
         return result
 
 
@@ -170,13 +175,13 @@ def nbytes(arrays: list[tuple[str, tuple[int, ...]]]) -> int:
     return total
 
 
-def _bytes(instruction: Instruction, kind: str, asynchronous: bool) -> int:
+def _results(instruction: Instruction, kind: str, asynchronous: bool) -> list[tuple[str, tuple[int, ...]]]:
     arrays = instruction.arrays
     if asynchronous and kind != "all-reduce" and len(arrays) > 1:
         # A start returns (operands, results, context).
         arrays = [a for a in arrays if a != ("u32", ())]
         arrays = arrays[len(arrays) // 2:]
-    return nbytes(arrays)
+    return arrays
 
 
 def _groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
@@ -212,7 +217,8 @@ def _parse(line: str) -> Instruction | None:
     called = list(_CALLED.findall(attributes))
     for many in _CALLED_MANY.findall(attributes):
         called += re.findall(r"[\w.\-]+", many)
-    operands = tuple(part.split()[-1].lstrip("%") for part in re.split(r",\s*(?![^\[{(]*[\]})])", arguments) if part.strip())
+    parts = re.split(r",\s*(?![^\[{(]*[\]})])", arguments)
+    operands = tuple(part.split()[-1].lstrip("%") for part in parts if part.strip())
     return Instruction(named[1], opcode[1], shape, operands, tuple(called), line)
 
 

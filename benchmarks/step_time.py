@@ -1,4 +1,4 @@
-"""Step time and temporary memory against the pipeline written by hand and plain gradient accumulation, on emulated devices."""
+"""Step time and temporary memory against a hand-written pipeline and plain gradient accumulation, on emulated devices."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Case:
         model, tx = GPT2(config), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
         rng = np.random.default_rng(0)
         shape = (data * num_microbatches * 4, config.max_length)
-        self.batch = {name: rng.integers(0, config.vocab_size, shape).astype(np.int32) for name in ("tokens", "targets")}
+        tokens = rng.integers(0, config.vocab_size, (2, *shape)).astype(np.int32)
+        self.batch = {"tokens": tokens[0], "targets": tokens[1]}
         self.params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
 
         def create(params):
@@ -126,8 +127,8 @@ def measure(name: str, repetitions: int, head: str) -> dict:
 def measure_apart(name: str, repetitions: int, head: str, timeout: float) -> dict:
     """`measure` in a process of its own: a hanging or crashing case fails alone."""
     root = Path(__file__).resolve().parent.parent
-    command = [sys.executable, "-m", "benchmarks.step_time", "--json", "--case", name, "--repetitions", str(repetitions),
-               "--head", head]
+    command = [sys.executable, "-m", "benchmarks.step_time", "--json", "--case", name, "--head", head,
+               "--repetitions", str(repetitions)]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -157,8 +158,8 @@ def main() -> None:
         elif "error" in result:
             print(f"{result['case']}: {result['error']}", flush=True)
         elif "ours_bytes" in result:
-            print(f"{result['case']}: {result['ours_bytes']:,} / {result['baseline_bytes']:,} bytes = {result['ratio']:.2f} "
-                  f"(target {result['target']})  [{result['machine']}]", flush=True)
+            print(f"{result['case']}: {result['ours_bytes']:,} / {result['baseline_bytes']:,} bytes = "
+                  f"{result['ratio']:.2f} (target {result['target']})  [{result['machine']}]", flush=True)
         else:
             print(f"{result['case']}: {result['ours_s']:.2f} / {result['baseline_s']:.2f} s = {result['ratio']:.2f} "
                   f"(target {result['target']})  [{result['machine']}]", flush=True)

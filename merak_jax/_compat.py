@@ -7,17 +7,18 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax._src import api as _api
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
-
+from jax.experimental.xla_metadata import set_xla_metadata
 
 # Files whose lines mean nothing to the user; the models of this package are read like the user's own.
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_INSIDE = tuple(_HERE + part for part in ("tracing", "partition", "planning", "runtime", "parallelize.py", "_compat.py"))
+_INSIDE = tuple(
+    _HERE + part for part in ("tracing", "partition", "planning", "runtime", "parallelize.py", "_compat.py")
+)
 
 
 @contextlib.contextmanager
@@ -54,6 +55,7 @@ def calling_line() -> str:
 
 def _describe_frames(frames) -> str:
     """Frames come innermost first."""
+
     def show(frame):
         return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 

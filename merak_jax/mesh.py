@@ -30,7 +30,8 @@ def make_mesh(*, data: int = 1, pipe: int = 1, tensor: int = 1, devices: Sequenc
     if needed > len(devices):
         raise MeshError(
             f"data={data} x pipe={pipe} x tensor={tensor} needs {needed} devices, but there are {len(devices)} "
-            f"({devices[0].platform}); make an axis smaller, or call merak_jax.emulate({needed}) before the first use of JAX")
+            f"({devices[0].platform}); make an axis smaller, or call merak_jax.emulate({needed}) before the first use of JAX"
+        )
     if needed < len(devices):
         warnings.warn(f"the mesh uses {needed} of {len(devices)} devices", stacklevel=2)
     grid = np.array(devices[:needed]).reshape(tuple(sizes.values()))
@@ -46,13 +47,17 @@ def check_mesh(mesh: Mesh) -> Mesh:
         raise MeshError(f"mesh must be a jax.sharding.Mesh (see merak_jax.make_mesh), got {type(mesh).__name__}")
     unknown = [name for name in mesh.axis_names if name not in AXES]
     if unknown:
-        raise MeshError(f"the mesh has axes {tuple(mesh.axis_names)}; {unknown} are unknown: use data, pipe and tensor, "
-                        "as merak_jax.make_mesh(data=..., pipe=..., tensor=...) does")
+        raise MeshError(
+            f"the mesh has axes {tuple(mesh.axis_names)}; {unknown} are unknown: use data, pipe and tensor, "
+            "as merak_jax.make_mesh(data=..., pipe=..., tensor=...) does"
+        )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     wrong = [name for name, kind in kinds.items() if kind != AxisType.Auto]
     if wrong:
-        raise MeshError(f"axes {wrong} of the mesh are {kinds[wrong[0]].name}; ordinary Flax code needs Auto axes: pass "
-                        "axis_types=(AxisType.Auto,) * n to jax.make_mesh, or use merak_jax.make_mesh")
+        raise MeshError(
+            f"axes {wrong} of the mesh are {kinds[wrong[0]].name}; ordinary Flax code needs Auto axes: pass "
+            "axis_types=(AxisType.Auto,) * n to jax.make_mesh, or use merak_jax.make_mesh"
+        )
     order = [mesh.axis_names.index(name) for name in AXES if name in mesh.axis_names]
     devices = np.transpose(mesh.devices, order)
     shape = tuple(mesh.shape.get(name, 1) for name in AXES)
@@ -70,6 +75,7 @@ def emulate(num_devices: int = 8) -> None:
             return
         raise EmulationError(
             f"JAX already runs with {len(have)} {have[0].platform} device(s); merak_jax.emulate({num_devices}) must come before "
-            "the first JAX array or jax.devices() call")
+            "the first JAX array or jax.devices() call"
+        )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)

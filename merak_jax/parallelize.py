@@ -17,22 +17,39 @@ from merak_jax.planning.describe import describe
 from merak_jax.planning.plan import SCHEDULES, Plan, make_table
 from merak_jax.runtime.initialise import initialise
 from merak_jax.runtime.program import StepProgram, build
-from merak_jax.runtime.state import DeferredState, PackedState
+from merak_jax.runtime.state import DeferredState, PackedState, shapes_key
 from merak_jax.tracing.microbatch import rows_to_trace
 from merak_jax.tracing.step import abstract, batch_rows, trace, unwrap
 
 P = PartitionSpec
 
-# XLA:CPU may start independent collectives in different orders on different devices and hang; this scheduler keeps one order.
 _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    # XLA:CPU may start independent collectives in different orders on different devices and hang; this scheduler keeps one order.
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},
+    # Keep sends where the tick puts them, early, and let the scheduler hide them behind matmuls.
+    "gpu": {
+        "xla_gpu_enable_analytical_latency_estimator": True,
+        "xla_disable_hlo_passes": "collective-permute-motion",
+        "xla_gpu_dot_merger_threshold_mb": 0,
+    },
 }
 
 
-def parallelize(train_step: Callable | None = None, *, mesh: Mesh | None = None, num_microbatches: int | None = None,
-                batch_argnums: int | Sequence[int] = 1, schedule: str = "auto", remat: str = "auto", overlap: str = "auto",
-                zero: str | int = "auto", offload: str = "auto", plan: Plan | None = None, hardware: Any = None,
-                donate: bool = True) -> Any:
+def parallelize(
+    train_step: Callable | None = None,
+    *,
+    mesh: Mesh | None = None,
+    num_microbatches: int | None = None,
+    batch_argnums: int | Sequence[int] = 1,
+    schedule: str = "auto",
+    remat: str = "auto",
+    overlap: str = "auto",
+    zero: str | int = "auto",
+    offload: str = "auto",
+    plan: Plan | None = None,
+    hardware: Any = None,
+    donate: bool = True,
+) -> Any:
     """Run a train step on a mesh with axes `data`, `pipe`, `tensor`, with the numbers of the single-device step.
 
     `train_step(state, batch, *rest)` returns `new_state`, or a tuple or other container that holds it; `batch` arrays are
@@ -49,8 +66,19 @@ def parallelize(train_step: Callable | None = None, *, mesh: Mesh | None = None,
 
     Returns a `ParallelStep`. Raises MeshError and PlanError for bad arguments, before anything runs.
     """
-    options = dict(mesh=mesh, num_microbatches=num_microbatches, batch_argnums=batch_argnums, schedule=schedule, remat=remat,
-                   overlap=overlap, zero=zero, offload=offload, plan=plan, hardware=hardware, donate=donate)
+    options = dict(
+        mesh=mesh,
+        num_microbatches=num_microbatches,
+        batch_argnums=batch_argnums,
+        schedule=schedule,
+        remat=remat,
+        overlap=overlap,
+        zero=zero,
+        offload=offload,
+        plan=plan,
+        hardware=hardware,
+        donate=donate,
+    )
     if train_step is None:
         return lambda function: parallelize(function, **options)
     if not callable(train_step):
@@ -72,7 +100,11 @@ def parallelize(train_step: Callable | None = None, *, mesh: Mesh | None = None,
         raise PlanError(f"schedule={schedule!r} is unknown; choose one of {sorted(SCHEDULES)}")
     if num_microbatches is None:
         num_microbatches = mesh.shape["pipe"]
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, (int, np.integer)) or num_microbatches < 1:
+    if (
+        isinstance(num_microbatches, bool)
+        or not isinstance(num_microbatches, (int, np.integer))
+        or num_microbatches < 1
+    ):
         raise PlanError(f"num_microbatches={num_microbatches!r} must be a positive integer")
     argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     return ParallelStep(train_step, mesh, int(num_microbatches), argnums, schedule, donate)
@@ -81,12 +113,18 @@ def parallelize(train_step: Callable | None = None, *, mesh: Mesh | None = None,
 class ParallelStep:
     """A train step on a mesh: call it as the step itself. Made by `parallelize`."""
 
-    def __init__(self, train_step, mesh: Mesh, num_microbatches: int, batch_argnums: tuple[int, ...], schedule: str, donate: bool):
+    def __init__(
+        self, train_step, mesh: Mesh, num_microbatches: int, batch_argnums: tuple[int, ...], schedule: str, donate: bool
+    ):
         functools.update_wrapper(self, train_step, updated=())
         self._train_step = unwrap(train_step)
         self.mesh = mesh
         self._num_microbatches, self._batch_argnums, self._schedule, self._donate = (
-            num_microbatches, batch_argnums, schedule, donate)
+            num_microbatches,
+            batch_argnums,
+            schedule,
+            donate,
+        )
         self._runners: dict[Any, _Runner] = {}
         self._latest: _Runner | None = None
 
@@ -94,8 +132,10 @@ class ParallelStep:
     def plan(self) -> Plan:
         """The plan of the latest shapes; PlanError before the first call or `lower`."""
         if self._latest is None:
-            raise PlanError("there is no plan before the step has seen a batch; call step.lower(state, batch) first "
-                            "(shapes will do: jax.ShapeDtypeStruct leaves), or run a step")
+            raise PlanError(
+                "there is no plan before the step has seen a batch; call step.lower(state, batch) first "
+                "(shapes will do: jax.ShapeDtypeStruct leaves), or run a step"
+            )
         return self._latest.plan
 
     def init(self, create_state: Callable, *args: Any) -> DeferredState:
@@ -105,8 +145,10 @@ class ParallelStep:
     def shard(self, state: Any, argument: int = 0) -> PackedState:
         """Place the user's state on the mesh; PlanError before the step has seen a batch."""
         if self._latest is None:
-            raise PlanError("the state's layout follows from the model and the batch; call step.lower(state, batch) first, or "
-                            "pass the state to the step as it is")
+            raise PlanError(
+                "the state's layout follows from the model and the batch; call step.lower(state, batch) first, or "
+                "pass the state to the step as it is"
+            )
         return self._latest.place(state, argument)
 
     def unshard(self, state: Any) -> Any:
@@ -121,7 +163,9 @@ class ParallelStep:
             return args
         bound = inspect.signature(self._train_step).bind(*args, **kwargs)
         if bound.kwargs:
-            raise PlanError(f"keyword-only arguments {sorted(bound.kwargs)} of the train step are not supported; make them positional")
+            raise PlanError(
+                f"keyword-only arguments {sorted(bound.kwargs)} of the train step are not supported; make them positional"
+            )
         return bound.args
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -135,10 +179,9 @@ class ParallelStep:
         return self._runner_for(args)(args)
 
     def _runner_for(self, args: Sequence[Any]) -> _Runner:
-        shapes = tuple(_shapes_of(a) for a in args)
-        key = tuple((jax.tree.structure(s), tuple((x.shape, x.dtype) for x in jax.tree.leaves(s))) for s in shapes)
+        key = tuple(_key(a) for a in args)
         if key not in self._runners:
-            self._runners[key] = _Runner(self, shapes)
+            self._runners[key] = _Runner(self, tuple(_shapes_of(a) for a in args))
         self._latest = self._runners[key]
         return self._latest
 
@@ -176,6 +219,13 @@ class Lowered:
         return self._compiled.as_text() if self._compiled is not None else self.lowered.as_text()
 
 
+def _key(argument: Any) -> Any:
+    """What tells arguments of different shapes apart; the same for a state before and after it is packed."""
+    if isinstance(argument, PackedState):
+        return argument._layout.key
+    return shapes_key(_shapes_of(argument))
+
+
 def _shapes_of(argument: Any) -> Any:
     if isinstance(argument, PackedState):
         return jax.tree.unflatten(argument._layout.tree, argument._layout.avals)
@@ -195,24 +245,37 @@ class _Runner:
         check_batch(shapes, self.batch_argnums, self.mesh.shape["data"], step._num_microbatches)
         full = trace(step._train_step, shapes, self.batch_argnums)
         rows = full.rows // (self.mesh.shape["data"] * step._num_microbatches)
-        micro = full if rows == full.rows else trace(
-            step._train_step, shapes, self.batch_argnums, rows=rows_to_trace(full.rows, rows))
+        micro = (
+            full
+            if rows == full.rows
+            else trace(step._train_step, shapes, self.batch_argnums, rows=rows_to_trace(full.rows, rows))
+        )
         packable = [n for n in range(len(shapes)) if n not in self.batch_argnums]
         self.program: StepProgram = build(
-            full, micro, rows, mesh=self.mesh, num_microbatches=step._num_microbatches,
-            make_table=functools.partial(make_table, step._schedule), packable=packable)
+            full,
+            micro,
+            rows,
+            mesh=self.mesh,
+            num_microbatches=step._num_microbatches,
+            make_table=functools.partial(make_table, step._schedule),
+            packable=packable,
+        )
         self.plan = describe(self.program, step._schedule, step._num_microbatches)
         self.layouts = self.program.layouts
         self.others = [n for n in range(len(shapes)) if n not in self.layouts]
         platform = self.mesh.devices.flat[0].platform
         self.other_shardings = [
             NamedSharding(self.mesh, P("data") if rows else P())
-            for n, rows in zip(full.leaf_argument, full.leaf_rows) if n not in self.layouts]
+            for n, rows in zip(full.leaf_argument, full.leaf_rows)
+            if n not in self.layouts
+        ]
         self.jitted = jax.jit(
-            self.program, donate_argnums=(0,) if step._donate else (),
+            self.program,
+            donate_argnums=(0,) if step._donate else (),
             in_shardings=([layout.shardings for layout in self.layouts.values()], self.other_shardings),
             out_shardings=([layout.shardings for layout in self.layouts.values()], None),
-            compiler_options=_COMPILER_OPTIONS.get(platform))
+            compiler_options=_COMPILER_OPTIONS.get({"cuda": "gpu"}.get(platform, platform)),
+        )
 
     def place(self, state: Any, argument: int) -> PackedState:
         """An argument as a packed state of this runner's layout."""
@@ -234,11 +297,15 @@ class _Runner:
 
     def lower(self, args: Sequence[Any]) -> Any:
         states = []
-        for n, layout in self.layouts.items():
+        for layout in self.layouts.values():
             shapes = jax.eval_shape(layout.pack, list(layout.avals))
-            states.append([jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=x) for s, x in zip(shapes, layout.shardings)])
+            states.append(
+                [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=x) for s, x in zip(shapes, layout.shardings)]
+            )
         leaves = [leaf for n in self.others for leaf in jax.tree.leaves(abstract(args[n]))]
-        others = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s) for leaf, s in zip(leaves, self.other_shardings)]
+        others = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s) for leaf, s in zip(leaves, self.other_shardings)
+        ]
         return self.jitted.lower(states, others)
 
     def _rebuild(self, new_states, rest) -> Any:
@@ -252,20 +319,22 @@ class _Runner:
         for n in range(len(flat)):
             if n not in taken:
                 flat[n] = next(feed)
-        packed = {argument: PackedState(layout, arrays) for (argument, layout), arrays in zip(self.layouts.items(), new_states)}
+        packed = {
+            argument: PackedState(layout, arrays)
+            for (argument, layout), arrays in zip(self.layouts.items(), new_states)
+        }
         children = jax.tree_util.treedef_children(traced.out_tree)
         starts = np.cumsum([0, *(c.num_leaves for c in children)])
         by_start = {positions[0]: (len(positions), packed[n]) for n, positions in program.state_outputs.items()}
-        whole = by_start.get(0)
-        if whole is not None and whole[0] == len(flat) and (len(children) != 1 or traced.out_tree == whole[1]._layout.tree):
-            return whole[1]
+        if 0 in by_start and by_start[0][1]._layout.tree == traced.out_tree:
+            return by_start[0][1]
         parts = []
         for child, start in zip(children, starts):
             size_state = by_start.get(int(start))
             if size_state is not None and size_state[0] == child.num_leaves and child == size_state[1]._layout.tree:
                 parts.append(size_state[1])
             else:
-                parts.append(jax.tree.unflatten(child, flat[start:start + child.num_leaves]))
+                parts.append(jax.tree.unflatten(child, flat[start : start + child.num_leaves]))
         outline = jax.tree.unflatten(traced.out_tree, list(range(len(flat))))
         top = jax.tree.structure(outline, is_leaf=lambda x: x is not outline)
         return jax.tree.unflatten(top, parts)
@@ -285,4 +354,5 @@ def check_batch(shapes: Sequence[Any], batch_argnums: Sequence[int], data: int, 
         near = f"{below} or {above}" if below else f"{above}"
         raise BatchError(
             f"{path} has {rows} rows, which data={data} x num_microbatches={num_microbatches} = {step} does not divide; "
-            f"use a batch of {near} rows, or another num_microbatches")
+            f"use a batch of {near} rows, or another num_microbatches"
+        )

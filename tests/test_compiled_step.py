@@ -29,7 +29,7 @@ def mesh_of(data, pipe, tensor):
 
 
 def make(mesh, layers=8, num_microbatches=4, rows=1):
-    """`(step, make_state, batch, calls)`; `rows`: of a microbatch on a device; `calls` grows with every call of the step."""
+    """`(step, make_state, batch, calls)`; `rows`: of a microbatch on a device; `calls` grows when the step is traced."""
     model = GPT2(GPT2Config(vocab_size=VOCABULARY, max_length=LENGTH, num_layers=layers, num_heads=4, width=WIDTH))
     calls = []
 
@@ -80,7 +80,8 @@ class Compiled:
     def state_bytes(self):
         """Bytes of the state on one device."""
         shapes = jax.eval_shape(self.layout.pack, list(self.layout.avals))
-        return sum(int(np.prod(x.shard_shape(s.shape))) * s.dtype.itemsize for s, x in zip(shapes, self.layout.shardings))
+        return sum(int(np.prod(sharding.shard_shape(shape.shape))) * shape.dtype.itemsize
+                   for shape, sharding in zip(shapes, self.layout.shardings))
 
 
 @functools.cache
@@ -97,9 +98,9 @@ def test_step_has_no_conditional(sizes):
 @pytest.mark.parametrize("change", [{"layers": 48}, {"num_microbatches": 64}], ids=["48 layers", "64 microbatches"])
 def test_program_and_compile_time_do_not_grow(change):
     base, large = compiled(), compiled(**change)
-    for each in (base, large):
-        while len(each.seconds) < 2:
-            each.compile()
+    if min(large.seconds) > 1.5 * min(base.seconds):
+        base.compile()
+        large.compile()
     assert large.program.num_instructions == pytest.approx(base.program.num_instructions, rel=0.05)
     assert min(large.seconds) <= 1.5 * min(base.seconds)
 
@@ -135,7 +136,7 @@ def test_loops_move_activations_and_no_parameters():
     assert CARRY_BYTES < smallest_kernel
     inside = [c for c in step.program.collectives if c.loops]
     assert {c.kind for c in inside} >= {"all-reduce", "collective-permute"}
-    assert [c.text for c in inside if c.bytes > CARRY_BYTES] == []
+    assert [c.text for c in inside if c.largest > CARRY_BYTES] == []
 
 
 def test_gradients_are_reduced_over_data_once():
@@ -155,32 +156,44 @@ def test_gradients_are_reduced_over_data_once():
     assert len(over_data) <= len(arrays) + 2
 
 
-def test_five_steps_trace_and_compile_once():
-    step, make_state, batch, calls = make(mesh_of(2, 2, 2), layers=2)
-    state, _ = step(step.init(make_state, jax.random.key(0)), batch)
-    traced = len(calls)
-    for _ in range(4):
-        state, _ = step(state, batch)
-    assert len(calls) == traced
+@pytest.fixture(scope="module")
+def five_steps():
+    """Five steps on a mesh of permuted devices: `(step, state, losses, calls after the first step, make_state, batch)`."""
+    devices = np.array(jax.devices())[[5, 2, 7, 0, 3, 6, 1, 4]].reshape(2, 2, 2)
+    mesh = Mesh(devices, ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    step, make_state, batch, calls = make(mesh, layers=4)
+    state, losses = step.init(make_state, jax.random.key(0)), []
+    for n in range(5):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        if n == 0:
+            traced = len(calls)
+    return step, state, losses, len(calls) - traced, make_state, batch
+
+
+def test_five_steps_trace_and_compile_once(five_steps):
+    step, _, _, later_calls, _, _ = five_steps
+    assert later_calls == 0
     assert len(step._runners) == 1
     assert step._latest.jitted._cache_size() == 1
 
 
-def test_stage_sits_on_its_row_of_a_permuted_mesh():
-    order = np.array([5, 2, 7, 0, 3, 6, 1, 4])
-    devices = np.array(jax.devices())[order].reshape(2, 2, 2)
-    mesh = Mesh(devices, ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    step, make_state, batch, _ = make(mesh, layers=2)
-    state, metrics = step(step.init(make_state, jax.random.key(0)), batch)
-    lanes = [a for n, a in enumerate(state._arrays) if step._latest.layouts[0].specs[n][:1] == ("pipe",)
-             and step._latest.layouts[0].places[step._latest.layouts[0].leaves_of(n)[0]].lane is not None]
-    assert len(lanes) > 10
+def test_stage_sits_on_its_row_of_a_permuted_mesh(five_steps):
+    step, state, losses, _, make_state, batch = five_steps
+    (layout,) = step._latest.layouts.values()
+    lanes = [a for n, a in enumerate(state._arrays) if layout.places[layout.leaves_of(n)[0]].lane is not None]
+    assert len(lanes) >= 3 * 16
     for array in lanes:
+        assert array.shape[0] == 2
         for shard in array.addressable_shards:
-            assert shard.device in mesh.devices[:, shard.index[0].start or 0]
-    straight, _, _, _ = make(mesh_of(2, 2, 2), layers=2)
-    _, expected = straight(straight.init(make_state, jax.random.key(0)), batch)
-    assert metrics["loss"] == pytest.approx(float(expected["loss"]), rel=1e-6)
+            assert shard.data.shape[0] == 1
+            assert shard.device in step.mesh.devices[:, shard.index[0].start]
+    alone, expected = jax.jit(make_state)(jax.random.key(0)), []
+    train_step = jax.jit(step.__wrapped__)
+    for _ in range(5):
+        alone, metrics = train_step(alone, batch)
+        expected.append(float(metrics["loss"]))
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 LONG_RUN = """
@@ -215,5 +228,5 @@ assert np.isfinite(losses).all() and losses[-1] < losses[0], losses
 def test_twenty_steps_of_a_wide_model_do_not_hang():
     root = Path(__file__).resolve().parent.parent
     env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", LONG_RUN], cwd=root, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run([sys.executable, "-c", LONG_RUN], cwd=root, env=env, timeout=400, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -39,12 +39,20 @@ class BlockGraph:
     epilogue_shared: tuple[Var, ...]
     epilogue_outputs: tuple[int, ...]
 
+    @property
+    def blocks(self) -> Chain:
+        """The chain, where there must be one."""
+        assert self.chain is not None
+        return self.chain
+
     def __str__(self) -> str:
         if self.chain is None:
             return f"no repeated blocks; {len(self.epilogue.eqns)} equations"
         carry = ", ".join(v.str_short() for v in self.chain.carry_avals)
-        return (f"prologue ({len(self.prologue.eqns)} equations) -> {self.chain.length} blocks of "
-                f"{len(self.chain.body.eqns)} equations, carry {carry} -> epilogue ({len(self.epilogue.eqns)} equations)")
+        return (
+            f"prologue ({len(self.prologue.eqns)} equations) -> {self.chain.length} blocks of "
+            f"{len(self.chain.body.eqns)} equations, carry {carry} -> epilogue ({len(self.epilogue.eqns)} equations)"
+        )
 
 
 def find_blocks(program: Jaxpr, input_domain: Mapping[Var, int]) -> BlockGraph:
@@ -106,8 +114,9 @@ class _Slicer:
 
 
 def _pipelined_outputs(program: Jaxpr, domain, rows_inputs) -> tuple[int, ...]:
-    return tuple(i for i, a in enumerate(program.outvars)
-                 if isinstance(a, Var) and domain[a] & BATCH and a not in rows_inputs)
+    return tuple(
+        i for i, a in enumerate(program.outvars) if isinstance(a, Var) and domain[a] & BATCH and a not in rows_inputs
+    )
 
 
 def whole(graph: BlockGraph, input_domain: Mapping[Var, int]) -> BlockGraph:
@@ -131,12 +140,16 @@ def _assemble(program: Jaxpr, domain: Mapping[Var, int], placed: PlacedChain) ->
     covered = {id(e) for e in placed.covered}
     last = max(i for i, e in enumerate(program.eqns) if id(e) in covered)
     before = [e for e in program.eqns[:last] if id(e) not in covered]
-    after = list(program.eqns[last + 1:])
+    after = list(program.eqns[last + 1 :])
     # A value made before the chain and read after it travels with the carry.
     read_after = {a for e in after for a in e.invars if isinstance(a, Var)}
     read_after |= {program.outvars[i] for i in outputs}
-    passing = [v for e in before for v in e.outvars
-               if not is_dropped(v) and domain[v] == BOTH and v in read_after and v not in final]
+    passing = [
+        v
+        for e in before
+        for v in e.outvars
+        if not is_dropped(v) and domain[v] == BOTH and v in read_after and v not in final
+    ]
     final.update((v, chain.num_carry + n) for n, v in enumerate(passing))
     initial.extend(passing)
     if passing:
@@ -151,14 +164,16 @@ def _assemble(program: Jaxpr, domain: Mapping[Var, int], placed: PlacedChain) ->
     slots = tuple(n for n, a in enumerate(initial) if a is not None)
     try:
         epilogue, epilogue_shared = _Slicer(program, [*before, *after], domain).cut(
-            carry_out, rows, [renamed(program.outvars[i]) for i in outputs])
+            carry_out, rows, [renamed(program.outvars[i]) for i in outputs]
+        )
         slicer = _Slicer(program, before, domain)
         prologue, prologue_shared = slicer.cut((), rows, [initial[n] for n in slots])
         side, side_shared = slicer.cut((), rows, chain.rows)
     except KeyError:
         return None
-    return BlockGraph(program, rows, prologue, slots, prologue_shared, chain, side, side_shared, epilogue, epilogue_shared,
-                      outputs)
+    return BlockGraph(
+        program, rows, prologue, slots, prologue_shared, chain, side, side_shared, epilogue, epilogue_shared, outputs
+    )
 
 
 def _without_common_subexpressions(program: Jaxpr, domain) -> Jaxpr:

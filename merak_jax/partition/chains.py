@@ -43,7 +43,7 @@ class Chain:
 
     @property
     def carry_avals(self) -> list:
-        return [v.aval for v in self.body.invars[:self.num_carry]]
+        return [v.aval for v in self.body.invars[: self.num_carry]]
 
     def with_passing(self, avals: Sequence[Any]) -> Chain:
         """The chain with values of these types handed through unchanged at the end of the carry."""
@@ -76,7 +76,9 @@ def find_chains(program: Jaxpr, domain: Mapping[Var, int]) -> Iterator[PlacedCha
             if placed is not None and placed.chain.length >= 2:
                 found.append((placed.chain.length * len(placed.chain.body.eqns), lambda placed=placed: iter([placed])))
     for start, period, repeats, slack in _tandem_repeats(both, domain):
-        found.append((repeats * period, lambda a=(start, period, repeats, slack): _cuts_of_repeat(program, both, domain, *a)))
+        found.append(
+            (repeats * period, lambda a=(start, period, repeats, slack): _cuts_of_repeat(program, both, domain, *a))
+        )
     for _, make in sorted(found, key=lambda f: -f[0]):
         yield from make()
 
@@ -105,8 +107,12 @@ def _cuts_of_repeat(program, both, domain, start, period, repeats, slack) -> Ite
 
     def live_bytes(phase: int) -> int:
         cut = start + phase + period
-        return sum(_bytes(v) for e in both[start + phase:cut] for v in e.outvars
-                   if not is_dropped(v) and uses.get(v, -1) >= cut)
+        return sum(
+            _bytes(v)
+            for e in both[start + phase : cut]
+            for v in e.outvars
+            if not is_dropped(v) and uses.get(v, -1) >= cut
+        )
 
     for phase in sorted(range(slack + 1), key=lambda p: (live_bytes(p), p)):
         placed = _repeat_as_chain(program, both, domain, start + phase, period, repeats)
@@ -120,11 +126,15 @@ def _bytes(var: Var) -> int:
 
 def _repeat_as_chain(program, both, domain, start, period, repeats):
     """The chain made of equal segments, or None if their wiring differs."""
-    segments = [both[start + k * period:start + (k + 1) * period] for k in range(repeats)]
+    segments = [both[start + k * period : start + (k + 1) * period] for k in range(repeats)]
     where: dict[Var, tuple[int, int, int]] = {
-        v: (k, j, o) for k, segment in enumerate(segments) for j, e in enumerate(segment)
-        for o, v in enumerate(e.outvars) if not is_dropped(v)}
-    carry_init: dict[Any, Var] = {}       # (j, o) of the previous block, or a passed-through Var -> initial value
+        v: (k, j, o)
+        for k, segment in enumerate(segments)
+        for j, e in enumerate(segment)
+        for o, v in enumerate(e.outvars)
+        if not is_dropped(v)
+    }
+    carry_init: dict[Any, Var] = {}  # (j, o) of the previous block, or a passed-through Var -> initial value
     carry_in: dict[Any, Var] = {}
     lanes: dict[tuple, Var] = {}
     shared: dict[Var, None] = {}
@@ -140,7 +150,7 @@ def _repeat_as_chain(program, both, domain, start, period, repeats):
 
     def operand(j, i):
         atoms = [segment[j].invars[i] for segment in segments]
-        places = [where.get(a) if isinstance(a, Var) else None for a in atoms]
+        places: list[Any] = [where.get(a) if isinstance(a, Var) else None for a in atoms]
         if all(p is not None and p[0] == k for k, p in enumerate(places)):
             if len({p[1:] for p in places}) != 1:
                 raise _Mismatch
@@ -184,7 +194,7 @@ def _repeat_as_chain(program, both, domain, start, period, repeats):
     except _Mismatch:
         return None
     inside = set(where)
-    later = [a for e in both[start + repeats * period:] for a in e.invars] + list(program.outvars)
+    later = [a for e in both[start + repeats * period :] for a in e.invars] + list(program.outvars)
     final: dict[Var, int] = {}
     extra: dict[tuple[int, int], Var] = {}
     for atom in later:
@@ -215,8 +225,9 @@ def _repeat_as_chain(program, both, domain, start, period, repeats):
     slots = tuple(LaneSlot(values=atoms) for _, atoms in lanes.values())
     body = make_jaxpr([], [*invars, *lane_vars, *shared, *rows], out, body_eqns)
     identity = make_jaxpr([], [*lane_vars, *shared], lane_vars, [])
-    chain = Chain(repeats, body, len(invars), slots, identity, tuple(shared), tuple(rows),
-                  _compat.source_line(segments[0][0]))
+    chain = Chain(
+        repeats, body, len(invars), slots, identity, tuple(shared), tuple(rows), _compat.source_line(segments[0][0])
+    )
     return PlacedChain(chain, tuple(initial), final, tuple(e for segment in segments for e in segment))
 
 
@@ -227,21 +238,28 @@ class _Mismatch(Exception):
 def _scan_as_chain(eqn: JaxprEqn, domain, used) -> PlacedChain | None:
     """A `scan` over layers as a chain: its body is the block, its `xs` that depend on parameters are the lanes."""
     num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, init, xs = (eqn.invars[:num_consts], eqn.invars[num_consts:num_consts + num_carry],
-                        eqn.invars[num_consts + num_carry:])
+    consts, init, xs = (
+        eqn.invars[:num_consts],
+        eqn.invars[num_consts : num_consts + num_carry],
+        eqn.invars[num_consts + num_carry :],
+    )
 
     def depends(atom):
         return domain[atom] if isinstance(atom, Var) else 0
 
     over_layers = any(depends(a) == BOTH for a in init) and any(depends(x) & PARAMETER for x in xs)
-    cuttable = (not eqn.params["reverse"] and not any(depends(x) & BATCH for x in xs)
-                and not any(y in used for y in eqn.outvars[num_carry:]) and not any(depends(c) == BOTH for c in consts))
+    cuttable = (
+        not eqn.params["reverse"]
+        and not any(depends(x) & BATCH for x in xs)
+        and not any(y in used for y in eqn.outvars[num_carry:])
+        and not any(depends(c) == BOTH for c in consts)
+    )
     inner = inline(eqn.params["jaxpr"])
     if not over_layers or not cuttable or inner.consts:
         return None
     jaxpr = inner.jaxpr
-    carry_vars = jaxpr.invars[num_consts:num_consts + num_carry]
-    lane_vars = jaxpr.invars[num_consts + num_carry:]
+    carry_vars = jaxpr.invars[num_consts : num_consts + num_carry]
+    lane_vars = jaxpr.invars[num_consts + num_carry :]
     substitution: dict[Var, Atom] = dict(zip(jaxpr.invars[:num_consts], consts))
 
     def read(atom):
@@ -267,7 +285,15 @@ def _scan_as_chain(eqn: JaxprEqn, domain, used) -> PlacedChain | None:
     lane_out = [v for v in [*lane_vars, *(v for e in eqns for v in e.outvars)] if v in on_lanes and v in wanted]
     body = make_jaxpr([], [*carry_vars, *lane_out, *shared, *rows], outvars, body_eqns)
     prepare = slice_program(eqns, [*lane_vars, *shared], lane_out)
-    chain = Chain(eqn.params["length"], body, num_carry, tuple(LaneSlot(stack=x) for x in xs), prepare,
-                  tuple(shared), tuple(rows), _compat.source_line(eqn))
+    chain = Chain(
+        eqn.params["length"],
+        body,
+        num_carry,
+        tuple(LaneSlot(stack=x) for x in xs),
+        prepare,
+        tuple(shared),
+        tuple(rows),
+        _compat.source_line(eqn),
+    )
     final = {v: n for n, v in enumerate(eqn.outvars[:num_carry]) if not is_dropped(v)}
     return PlacedChain(chain, tuple(init), final, (eqn,))

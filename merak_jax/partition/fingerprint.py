@@ -48,7 +48,9 @@ def jaxpr_shape(jaxpr: Jaxpr) -> Any:
         return number.setdefault(atom, len(number))
 
     inputs = tuple((name(v), str(v.aval)) for v in [*jaxpr.constvars, *jaxpr.invars])
-    body = tuple((equation_shape(e), tuple(name(a) for a in e.invars), tuple(name(v) for v in e.outvars)) for e in jaxpr.eqns)
+    body = tuple(
+        (equation_shape(e), tuple(name(a) for a in e.invars), tuple(name(v) for v in e.outvars)) for e in jaxpr.eqns
+    )
     return (inputs, body, tuple(name(a) for a in jaxpr.outvars))
 
 

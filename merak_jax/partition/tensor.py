@@ -67,9 +67,7 @@ class TensorLayout:
         for i, (split, reason) in enumerate(zip(self.splits, self.reasons, strict=True)):
             lines.append(f"{i:>9}  {'-' if split is None else split:>5}  {reason}")
         for c in self.collectives:
-            lines.append(
-                f"{c.times} x {c.direction} all-reduce of {c.dtype}{list(c.shape)}, {c.nbytes} bytes"
-            )
+            lines.append(f"{c.times} x {c.direction} all-reduce of {c.dtype}{list(c.shape)}, {c.nbytes} bytes")
         lines.append(f"split {self.split_flops} of {self.flops} matmul flops")
         return "\n".join(lines)
 
@@ -108,9 +106,7 @@ def tensor_layout(
             f"different positions among the {len(inner.invars)} inputs of the block."
         )
     if len(carry_invars) != len(inner.outvars):
-        raise ValueError(
-            f"The block returns {len(inner.outvars)} values but takes {len(carry_invars)} as carry."
-        )
+        raise ValueError(f"The block returns {len(inner.outvars)} values but takes {len(carry_invars)} as carry.")
 
     origins = [SIDE] * len(inner.invars)
     for i in parameter_invars:
@@ -129,8 +125,7 @@ def tensor_layout(
         splits=tuple(_dimension_in(found, p, chosen) for p in parameters),
         reasons=tuple(_reason(classes, p, chosen, names) for p in parameters),
         collectives=tuple(
-            AllReduce(s.value.shape, str(s.value.dtype), s.direction, s.times)
-            for s in classes.sums_of(chosen)
+            AllReduce(s.value.shape, str(s.value.dtype), s.direction, s.times) for s in classes.sums_of(chosen)
         ),
         activation_splits={
             position: dim
@@ -162,9 +157,7 @@ def vocabulary_split(shape: Sequence[int], ways: int) -> int | None:
 class _Candidates:
     """The classes that hold a parameter dimension: why one cannot be split, or what splitting it brings."""
 
-    def __init__(
-        self, found: Dimensions, stream: set[int], parameters: Sequence[Value], tensor_size: int
-    ) -> None:
+    def __init__(self, found: Dimensions, stream: set[int], parameters: Sequence[Value], tensor_size: int) -> None:
         self.found = found
         find = found.classes.find
         self.members: dict[int, list[int]] = {}
@@ -230,9 +223,7 @@ def _choose(classes: _Candidates) -> frozenset[int]:
 
     Without conflicts no dot_general has two split classes, so the flops of classes add up.
     """
-    candidates = sorted(
-        (c for c in classes.order if c not in classes.why_not), key=lambda c: -classes.flops[c]
-    )
+    candidates = sorted((c for c in classes.order if c not in classes.why_not), key=lambda c: -classes.flops[c])
     best: tuple[tuple[int, int, int], tuple[int, ...]] = ((0, 0, 0), ())
 
     def search(chosen: tuple[int, ...], rest: list[int]) -> None:
@@ -257,9 +248,7 @@ def _classes_of(found: Dimensions, value: Value) -> list[int]:
 
 
 def _dimension_in(found: Dimensions, value: Value, chosen: frozenset[int]) -> int | None:
-    return next(
-        (d for d, n in enumerate(value.nodes) if n is not None and found.classes.find(n) in chosen), None
-    )
+    return next((d for d, n in enumerate(value.nodes) if n is not None and found.classes.find(n) in chosen), None)
 
 
 def _residual_stream(found: Dimensions, carry: Sequence[Value]) -> set[int]:
@@ -298,9 +287,7 @@ def _sums_larger_than_a_projection(found: Dimensions) -> dict[int, tuple[int, ..
                 features.add(find(minor))
 
     def tokens(value: Value) -> int:
-        return math.prod(
-            found.classes.sizes[n] for n in value.nodes if n is not None and find(n) not in features
-        )
+        return math.prod(found.classes.sizes[n] for n in value.nodes if n is not None and find(n) not in features)
 
     most = max((tokens(v) for p in with_weights for v in (p.lhs, p.rhs, p.out)), default=0)
     return {

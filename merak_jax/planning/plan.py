@@ -59,7 +59,14 @@ class Plan:
         """Write the timeline as SVG or PNG, by the ending of `path`; returns the path."""
         from merak_jax.schedules.draw import draw
 
-        draw(self.table, path, forward=FORWARD, backward=BACKWARD, recompute=RECOMPUTE if self.pipe > 1 else 0.0, **options)
+        draw(
+            self.table,
+            path,
+            forward=FORWARD,
+            backward=BACKWARD,
+            recompute=RECOMPUTE if self.pipe > 1 else 0.0,
+            **options,
+        )
         return str(path)
 
     def to_json(self) -> str:
@@ -79,18 +86,25 @@ class Plan:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=f"plan: data {self.data} · pipe {self.pipe} · tensor {self.tensor}, {self.num_microbatches} "
-                            f"microbatches of {self.rows // (self.data * self.num_microbatches)} rows, {self.schedule}")
+        table = Table(
+            title=f"plan: data {self.data} · pipe {self.pipe} · tensor {self.tensor}, {self.num_microbatches} "
+            f"microbatches of {self.rows // (self.data * self.num_microbatches)} rows, {self.schedule}"
+        )
         for name in ("stage", "blocks", "parameters", "in flight", "stash"):
             table.add_column(name, justify="right")
         for s, stage in enumerate(self.stages):
-            table.add_row(str(s), str(stage.blocks), _size(stage.parameter_bytes), str(stage.in_flight), _size(stage.stash_bytes))
+            table.add_row(
+                str(s), str(stage.blocks), _size(stage.parameter_bytes), str(stage.in_flight), _size(stage.stash_bytes)
+            )
         out = io.StringIO()
         console = Console(file=out, width=110, force_terminal=False)
         console.print(table)
-        lines = [f"blocks: {self.chain}", f"first block: {self.block_source}",
-                 f"state per device: {_size(self.state_bytes)}; boundary per microbatch: {_size(self.boundary_bytes)}; "
-                 f"idle share: {self.bubble_share:.1%}"]
+        lines = [
+            f"blocks: {self.chain}",
+            f"first block: {self.block_source}",
+            f"state per device: {_size(self.state_bytes)}; boundary per microbatch: {_size(self.boundary_bytes)}; "
+            f"idle share: {self.bubble_share:.1%}",
+        ]
         lines += [f"split over tensor: {line}" for line in self.tensor_splits]
         lines += [f"outside the blocks: {line}" for line in self.other_leaves]
         return out.getvalue() + "\n".join(lines)
@@ -101,7 +115,7 @@ def make_table(schedule: str, stages: int, microbatches: int) -> TickTable:
     return lower(SCHEDULES[schedule](stages, microbatches))
 
 
-def _size(number: int) -> str:
+def _size(number: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024 or unit == "GiB":
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

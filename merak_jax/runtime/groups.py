@@ -23,14 +23,20 @@ class StateGroups:
 
     lanes: tuple[tuple[Var, ...], ...]
     stacks: tuple[Var, ...]
-    follows: Mapping[Any, Any]   # a group or stack of moments -> the parameter group or stack whose path it shares
+    follows: Mapping[Any, Any]  # a group or stack of moments -> the parameter group or stack whose path it shares
 
     def unpacked(self) -> StateGroups:
         """No groups: every leaf is stored as the user has it."""
         return StateGroups((), (), {})
 
-    def layouts(self, traced: TracedStep, lanes: LaneLayout, mesh: Mesh, specs: Mapping[Any, PartitionSpec],
-                arguments: Sequence[int]) -> dict[int, StateLayout]:
+    def layouts(
+        self,
+        traced: TracedStep,
+        lanes: LaneLayout,
+        mesh: Mesh,
+        specs: Mapping[Any, PartitionSpec],
+        arguments: Sequence[int],
+    ) -> dict[int, StateLayout]:
         """The stored form of each packed argument; `specs` gives the sharding of each group, stack and whole leaf."""
         in_lane = {v: (group, k) for group in self.lanes for k, v in enumerate(group)}
         result = {}
@@ -45,13 +51,25 @@ class StateGroups:
                 places.append(Place(numbers.setdefault(group, len(numbers)), lane))
                 avals.append(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
             result[argument] = StateLayout(
-                tree=traced.in_trees[argument], paths=tuple(traced.leaf_path[n] for n in leaves), avals=tuple(avals),
-                places=tuple(places), specs=tuple(specs[g] for g in numbers), lanes=lanes, mesh=mesh)
+                tree=traced.in_trees[argument],
+                paths=tuple(traced.leaf_path[n] for n in leaves),
+                avals=tuple(avals),
+                places=tuple(places),
+                specs=tuple(specs[g] for g in numbers),
+                lanes=lanes,
+                mesh=mesh,
+            )
         return result
 
 
-def find_state_groups(traced: TracedStep, step: Jaxpr, lane_atoms: Sequence[tuple], stack_atoms: Sequence[Any],
-                      num_blocks: int, arguments: set[int]) -> StateGroups:
+def find_state_groups(
+    traced: TracedStep,
+    step: Jaxpr,
+    lane_atoms: Sequence[tuple],
+    stack_atoms: Sequence[Any],
+    num_blocks: int,
+    arguments: set[int],
+) -> StateGroups:
     """Group the leaves of the packed `arguments`.
 
     Parameters are found by following `lane_atoms` and `stack_atoms` (what the blocks read) back to the step's inputs. Other
@@ -73,8 +91,10 @@ def find_state_groups(traced: TracedStep, step: Jaxpr, lane_atoms: Sequence[tupl
     stacks = [v for v in stack_leaves(step, stack_atoms, num_blocks) if packable(v) and v not in taken]
     taken.update(stacks)
     by_path = {(traced.leaf_argument[n], traced.leaf_keys[n]): v for v, n in number.items()}
-    follows = {**_lanes_by_path(traced, number, by_path, lanes, taken, packable),
-               **_stacks_by_path(traced, number, stacks, taken, packable, num_blocks)}
+    follows = {
+        **_lanes_by_path(traced, number, by_path, lanes, taken, packable),
+        **_stacks_by_path(traced, number, stacks, taken, packable, num_blocks),
+    }
     lanes += [g for g in follows if isinstance(g, tuple)]
     stacks += [v for v in follows if not isinstance(v, tuple)]
     return StateGroups(tuple(lanes), tuple(stacks), follows)
@@ -96,10 +116,10 @@ def _lanes_by_path(traced, number, by_path, lanes, taken, packable) -> dict[tupl
         argument, keys = traced.leaf_argument[n], traced.leaf_keys[n]
         for length in lengths:
             for at in range(len(keys) - length + 1):
-                parameter, others = suffixes.get(keys[at:at + length], (None, None))
+                parameter, others = suffixes.get(keys[at : at + length], (None, None))
                 if others is None:
                     continue
-                group = tuple(by_path.get((argument, keys[:at] + other + keys[at + length:])) for other in others)
+                group = tuple(by_path.get((argument, keys[:at] + other + keys[at + length :])) for other in others)
                 if None in group or any(v in taken for v in group) or len(set(group)) != len(group):
                     continue
                 if all(v.aval.shape == var.aval.shape and v.aval.dtype == var.aval.dtype for v in group):
@@ -114,7 +134,7 @@ def _stacks_by_path(traced, number, stacks, taken, packable, num_blocks) -> dict
     found: dict[Var, Any] = {}
     for var, n in number.items():
         keys = traced.leaf_keys[n]
-        parameter = next((v for s, v in suffixes.items() if keys[-len(s):] == s), None)
+        parameter = next((v for s, v in suffixes.items() if keys[-len(s) :] == s), None)
         if parameter is not None and var not in taken and packable(var) and var.aval.shape[:1] == (num_blocks,):
             taken.add(var)
             found[var] = parameter

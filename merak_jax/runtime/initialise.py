@@ -39,8 +39,9 @@ def initialise(function: Callable, args: Sequence[Any], layout: StateLayout) -> 
                 value = values.packed_stack(atoms[0])
             else:
                 value = values.packed(atoms)
-            arrays.append(jax.numpy.asarray(value, layout.avals[members[0]].dtype)
-                          if not hasattr(value, "dtype") else value)
+            arrays.append(
+                jax.numpy.asarray(value, layout.avals[members[0]].dtype) if not hasattr(value, "dtype") else value
+            )
         return arrays
 
     replicated = NamedSharding(layout.mesh, PartitionSpec())

@@ -62,22 +62,32 @@ class Pipeline:
         size = local_rows // self.num_microbatches
 
         def local(lanes, shared, rows):
-            rows = [x.reshape(self.num_microbatches, size, *x.shape[1:]) if isinstance(s, Batched) else x[None]
-                    for x, s in zip(rows, statuses)]
+            rows = [
+                x.reshape(self.num_microbatches, size, *x.shape[1:]) if isinstance(s, Batched) else x[None]
+                for x, s in zip(rows, statuses)
+            ]
             run = _Run(self, lanes, shared, rows)
             outputs, lane_sums, shared_sums = run.plain() if self.table is None else run.ticks()
             sums = [o for o, s in zip(outputs, self.output_status) if isinstance(s, Partial)]
             if data > 1:
                 lane_sums, shared_sums, sums = lax.psum((lane_sums, shared_sums, sums), "data")
             feed = iter(sums)
-            outputs = [next(feed) if isinstance(s, Partial) else o.reshape(local_rows, *o.shape[2:])
-                       for o, s in zip(outputs, self.output_status)]
+            outputs = [
+                next(feed) if isinstance(s, Partial) else o.reshape(local_rows, *o.shape[2:])
+                for o, s in zip(outputs, self.output_status)
+            ]
             return outputs, lane_sums, shared_sums
 
         if data > 1:
             out_specs = [P() if isinstance(s, Partial) else P("data") for s in self.output_status]
-            local = jax.shard_map(local, mesh=self.mesh, axis_names={"data"}, check_vma=False,
-                                  in_specs=(P(), P(), P("data")), out_specs=(out_specs, P(), P()))
+            local = jax.shard_map(
+                local,
+                mesh=self.mesh,
+                axis_names={"data"},
+                check_vma=False,
+                in_specs=(P(), P(), P("data")),
+                out_specs=(out_specs, P(), P()),
+            )
         outputs, lane_sums, shared_sums = local(list(lanes), list(shared), rows)
         outputs = [o if isinstance(s, Partial) else rows_back(o, s) for o, s in zip(outputs, self.output_status)]
         return outputs, lane_sums, shared_sums
@@ -95,8 +105,9 @@ class _Run:
         chain = self.graph.chain
         if chain is not None:
             shared_gradient = dict(zip(pipeline.shared, pipeline.shared_gradient))
-            self.stage = Stage(chain, pipeline.lane_gradient, tuple(shared_gradient[v] for v in chain.shared),
-                               self.constrain_lane_sums)
+            self.stage = Stage(
+                chain, pipeline.lane_gradient, tuple(shared_gradient[v] for v in chain.shared), self.constrain_lane_sums
+            )
         self.wanted = pipeline.shared_gradient
 
     # Values of one microbatch.
@@ -107,6 +118,7 @@ class _Run:
         first = m == 0
         if self.first_shard is not None:
             first = first & self.first_shard
+
         def rows(status):
             value = take(next(feed), m)
             return rows_back(value, status) if isinstance(status, Batched) else value
@@ -121,8 +133,10 @@ class _Run:
         """The first carry of a microbatch."""
         made = iter(evaluate(self.graph.prologue, [], *self.values(self.graph.prologue_shared, shared), *rows))
         given = set(self.graph.prologue_slots)
-        return [next(made) if n in given else jnp.zeros(aval.shape, aval.dtype)
-                for n, aval in enumerate(self.graph.chain.carry_avals)]
+        return [
+            next(made) if n in given else jnp.zeros(aval.shape, aval.dtype)
+            for n, aval in enumerate(self.graph.blocks.carry_avals)
+        ]
 
     def side(self, rows) -> list[Any]:
         """What the blocks read of a microbatch besides the carry."""
@@ -154,7 +168,8 @@ class _Run:
 
     def zero_shared_sums(self) -> list[Any]:
         return self.constrain_shared_sums(
-            [jnp.zeros(v.shape, accumulator_dtype(v.dtype)) for v in select(self.wanted, self.shared)])
+            [jnp.zeros(v.shape, accumulator_dtype(v.dtype)) for v in select(self.wanted, self.shared)]
+        )
 
     def zero_lane_sums(self) -> list[Any]:
         sums = [jnp.zeros(x.shape, accumulator_dtype(x.dtype)) for x in select(self.p.lane_gradient, self.lanes)]
@@ -163,9 +178,12 @@ class _Run:
     def zero_outputs(self) -> list[Any]:
         """Sums start at zero; rows are collected per microbatch."""
         avals = [a.aval for a in self.graph.epilogue.outvars]
-        return [jnp.zeros(aval.shape, _sum_dtype(aval.dtype)) if isinstance(status, Partial)
-                else jnp.zeros((self.p.num_microbatches, *_rows_shape(aval, status)), aval.dtype)
-                for aval, status in zip(avals, self.p.output_status)]
+        return [
+            jnp.zeros(aval.shape, _sum_dtype(aval.dtype))
+            if isinstance(status, Partial)
+            else jnp.zeros((self.p.num_microbatches, *_rows_shape(aval, status)), aval.dtype)
+            for aval, status in zip(avals, self.p.output_status)
+        ]
 
     def collect(self, outputs, new, m, valid=None) -> list[Any]:
         """Add one microbatch's outputs to what is collected."""
@@ -206,17 +224,24 @@ class _Run:
 
     def ticks(self):
         """The loss and its gradient by the tick table: one scan per phase."""
-        table, chain = self.p.table, self.graph.chain
+        table, chain = self.p.table, self.graph.blocks
+        assert table is not None
         depth = self.p.layout.depth
         lead = (self.stages,)
         floats = self.stage.carry_float
         state = {
-            "stash": [empty_buffer((*lead, table.num_stash_slots, depth, *a.shape), a.dtype) for a in chain.carry_avals],
-            "inbox": [empty_buffer((*lead, table.num_cotangent_slots, *a.shape), a.dtype)
-                      for a in select(floats, chain.carry_avals)],
+            "stash": [
+                empty_buffer((*lead, table.num_stash_slots, depth, *a.shape), a.dtype) for a in chain.carry_avals
+            ],
+            "inbox": [
+                empty_buffer((*lead, table.num_cotangent_slots, *a.shape), a.dtype)
+                for a in select(floats, chain.carry_avals)
+            ],
             "lanes": self.zero_lane_sums(),
-            "block_shared": [jnp.zeros((*lead, *v.shape), accumulator_dtype(v.dtype))
-                             for v in select(self.stage.shared_gradient, self.values(chain.shared))],
+            "block_shared": [
+                jnp.zeros((*lead, *v.shape), accumulator_dtype(v.dtype))
+                for v in select(self.stage.shared_gradient, self.values(chain.shared))
+            ],
             "shared": self.zero_shared_sums(),
             "outputs": self.zero_outputs(),
         }
@@ -228,7 +253,7 @@ class _Run:
             state[name] = [self._constrain(x, P("pipe")) for x in state[name]]
         tables = _columns(table)
         for phase in table.phases:
-            columns = {name: column[phase.start:phase.stop] for name, column in tables.items()}
+            columns = {name: column[phase.start : phase.stop] for name, column in tables.items()}
             present = {name: bool((column >= 0).any()) for name, column in columns.items()}
             always = {name: bool((column >= 0).all()) for name, column in columns.items()}
 
@@ -264,7 +289,7 @@ class _Run:
 
         `stage_args` are split over `pipe` in dimension 0, `whole_args` are not; `run` reads the values that blocks need.
         """
-        names = list(dict.fromkeys([*self.graph.chain.shared, *self.graph.side_shared]))
+        names = list(dict.fromkeys([*self.graph.blocks.shared, *self.graph.side_shared]))
 
         def body(stage_args, whole_args, values):
             own = jax.tree.map(lambda x: x[0], stage_args)
@@ -274,9 +299,14 @@ class _Run:
             out = function(run, lax.axis_index("pipe"), own, whole_args)
             return jax.tree.map(lambda x: x[None], out)
 
-        return jax.shard_map(body, mesh=self._mesh_for_stages(), axis_names={"pipe"}, check_vma=False,
-                             in_specs=(P("pipe"), P(), P()), out_specs=P("pipe"))(
-            stage_args, whole_args, (self.values(names), self.rows, self.first_shard))
+        return jax.shard_map(
+            body,
+            mesh=self._mesh_for_stages(),
+            axis_names={"pipe"},
+            check_vma=False,
+            in_specs=(P("pipe"), P(), P()),
+            out_specs=P("pipe"),
+        )(stage_args, whole_args, (self.values(names), self.rows, self.first_shard))
 
     def _forward(self, state, column):
         rows = self.microbatch(jnp.maximum(column["prologue"], 0))
@@ -289,16 +319,25 @@ class _Run:
             m, slot, count = own["m"], jnp.maximum(own["slot"], 0), own["count"]
             carry = [jnp.where(stage == 0, x, take(s, slot, 0)) for x, s in zip(first, own["stash"])]
             side = run.side(run.microbatch(jnp.maximum(m, 0)))
-            shared = run.values(self.graph.chain.shared)
+            shared = run.values(self.graph.blocks.shared)
             # An idle stage runs no block: nothing to discard, and no slot is touched.
-            out, stash = self.stage.forward(carry, own["lanes"], shared, side, own["stash"], slot,
-                                            jnp.where(m >= 0, count, 0))
+            out, stash = self.stage.forward(
+                carry, own["lanes"], shared, side, own["stash"], slot, jnp.where(m >= 0, count, 0)
+            )
             sent = [lax.ppermute(x, "pipe", shift) for x in out]
             return stash, [_only(stage == last, x) for x in out], sent
 
         stash, out, sent = self._on_stages(
-            body, {"m": column["forward"], "slot": column["forward_slot"], "count": counts, "stash": state["stash"],
-                   "lanes": self.lanes}, first)
+            body,
+            {
+                "m": column["forward"],
+                "slot": column["forward_slot"],
+                "count": counts,
+                "stash": state["stash"],
+                "lanes": self.lanes,
+            },
+            first,
+        )
         return stash, [_sum_over_stages(x) for x in out], sent
 
     def _run_epilogue(self, state, carry, m, valid):
@@ -342,16 +381,34 @@ class _Run:
             incoming = [take(x, jnp.maximum(own["cotangent_slot"], 0)) for x in inbox]
             side = run.side(run.microbatch(jnp.maximum(m, 0)))
             out, lanes, block_shared = self.stage.backward(
-                incoming, own["lanes"], run.values(self.graph.chain.shared), side, own["stash"], slot, jnp.where(m >= 0, own["count"], 0),
-                own["lane_sums"], own["shared_sums"])
+                incoming,
+                own["lanes"],
+                run.values(self.graph.blocks.shared),
+                side,
+                own["stash"],
+                slot,
+                jnp.where(m >= 0, own["count"], 0),
+                own["lane_sums"],
+                own["shared_sums"],
+            )
             sent = [lax.ppermute(x, "pipe", shift) for x in out]
             return inbox, [_only((stage == 0) & (m >= 0), x) for x in out], sent, lanes, block_shared
 
         inbox, out, sent, lanes, block_shared = self._on_stages(
-            body, {"m": column["backward"], "slot": column["backward_slot"], "cotangent_slot": column["cotangent_slot"],
-                   "count": counts, "stash": state["stash"], "inbox": state["inbox"], "lanes": self.lanes,
-                   "lane_sums": state["lanes"], "shared_sums": state["block_shared"]},
-            (None if cotangent is None else list(cotangent), column["epilogue_slot"]))
+            body,
+            {
+                "m": column["backward"],
+                "slot": column["backward_slot"],
+                "cotangent_slot": column["cotangent_slot"],
+                "count": counts,
+                "stash": state["stash"],
+                "inbox": state["inbox"],
+                "lanes": self.lanes,
+                "lane_sums": state["lanes"],
+                "shared_sums": state["block_shared"],
+            },
+            (None if cotangent is None else list(cotangent), column["epilogue_slot"]),
+        )
         state["inbox"], state["lanes"], state["block_shared"] = inbox, lanes, block_shared
         first = [_sum_over_stages(x) for x in out]
         rows, floats = self.microbatch(jnp.maximum(column["prologue_backward"], 0)), self.stage.carry_float
@@ -365,13 +422,20 @@ class _Run:
 
     def _receive(self, buffers, values, slots, place: tuple[int, ...]):
         """Store what arrived, at `[slot, *place]` of each stage's buffers."""
+
         def body(buffers, values, slots):
             # The stage's leading 1 stays, so that the write is in place.
             at = (0, jnp.maximum(slots[0], 0), *place)
             return [put(b, jnp.where(slots[0] >= 0, v[0], take(b, *at)), *at) for b, v in zip(buffers, values)]
 
-        return jax.shard_map(body, mesh=self._mesh_for_stages(), axis_names={"pipe"}, check_vma=False,
-                             in_specs=P("pipe"), out_specs=P("pipe"))(buffers, values, slots)
+        return jax.shard_map(
+            body,
+            mesh=self._mesh_for_stages(),
+            axis_names={"pipe"},
+            check_vma=False,
+            in_specs=P("pipe"),
+            out_specs=P("pipe"),
+        )(buffers, values, slots)
 
     def _mesh_for_stages(self) -> Mesh | None:
         """The mesh of a shard_map over `pipe`: inside the one over `data` it is known."""
@@ -380,8 +444,18 @@ class _Run:
 
 def _columns(table: TickTable) -> dict[str, np.ndarray]:
     """What a tick reads of the table, `[ticks, P]` or `[ticks]`."""
-    columns = {name: getattr(table, name) for name in (
-        "forward", "forward_slot", "backward", "backward_slot", "cotangent_slot", "epilogue", "epilogue_slot")}
+    columns = {
+        name: getattr(table, name)
+        for name in (
+            "forward",
+            "forward_slot",
+            "backward",
+            "backward_slot",
+            "cotangent_slot",
+            "epilogue",
+            "epilogue_slot",
+        )
+    }
     # What all devices need to know of stage 0, so that nobody asks stage 0 for it.
     columns["prologue"], columns["prologue_backward"] = table.forward[:, 0], table.backward[:, 0]
     nothing = np.full((1, table.forward.shape[1]), NONE, np.int32)
@@ -420,7 +494,5 @@ def _rows_shape(aval, status: Batched) -> tuple[int, ...]:
     rows = aval.shape[status.axis] // (status.outer * status.inner)
     if status.axis == 0 and status.outer == status.inner == 1:
         return aval.shape
-    rest = (*aval.shape[:status.axis], status.outer, status.inner, *aval.shape[status.axis + 1:])
+    rest = (*aval.shape[: status.axis], status.outer, status.inner, *aval.shape[status.axis + 1 :])
     return (rows, *rest)
-
-

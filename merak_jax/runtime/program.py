@@ -71,7 +71,9 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> Los
             # What the step made of the whole batch beforehand (a token count) is a constant for the loss.
             domains.append(Domain.CONSTANT if bits & BATCH else Domain(bits & PARAMETER))
     _check_loss_reads(full, domains)
-    proved = microbatch(full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=rows, rows_traced=micro.rows)
+    proved = microbatch(
+        full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=rows, rows_traced=micro.rows
+    )
     program, constants = constants_to_inputs(proved.pipeline)
     count = len(operands)
     inputs: dict[Var, LossInput] = {}
@@ -106,8 +108,10 @@ def _check_loss_reads(full: TracedStep, domains: Sequence[Domain]) -> None:
     if not bits & PARAMETER:
         raise TraceError(f"the loss differentiated at {source} does not read the parameters it is differentiated by")
     if not bits & BATCH:
-        raise TraceError(f"the loss differentiated at {source} does not read the batch argument of the train step; pass the "
-                         "batch as an argument instead of capturing it")
+        raise TraceError(
+            f"the loss differentiated at {source} does not read the batch argument of the train step; pass the "
+            "batch as an argument instead of capturing it"
+        )
 
 
 def outer_dependence(traced: TracedStep) -> dict[Var, int]:
@@ -128,7 +132,8 @@ def _operand_status(full: TracedStep, n: int, a: Any, b: Any) -> Any:
         return Batched(axes[0])
     raise NotSeparableError(
         f"a value {a.aval.str_short()} computed before the gradient call mixes the batch with other dimensions (axes {axes}); "
-        "compute it inside the loss, or keep the batch as an axis of its own")
+        "compute it inside the loss, or keep the batch as an axis of its own"
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,7 +162,9 @@ class StepProgram:
         """
         traced, operands = self.traced, self.traced.equation.invars
         lanes, stacks, whole = self._given(states, others)
-        before = self.update.start([lanes.get(g) for g in self.update.lanes], [stacks.get(v) for v in self.update.stacks], whole)
+        before = self.update.start(
+            [lanes.get(g) for g in self.update.lanes], [stacks.get(v) for v in self.update.stacks], whole
+        )
         outputs, gradients = self._loss_and_gradients(before, operands)
         results = traced.equation.outvars
         count = len(results) - (len(operands) - traced.num_loss_constants)
@@ -195,7 +202,7 @@ class StepProgram:
                 elif lane == -1:
                     stacks[leaves[argument][members[0]]] = value
                 else:
-                    members.sort(key=lambda i: layout.places[i].lane)
+                    members.sort(key=lambda i: layout.places[i].lane or 0)
                     lanes[tuple(leaves[argument][i] for i in members)] = value
         return lanes, stacks, whole
 
@@ -205,14 +212,19 @@ class StepProgram:
         num_constants = traced.num_loss_constants
         program = loss.graph.program
 
-        def operand_of(var: Var) -> int | None:
+        def operand_of(var: Var) -> Any:
             source = loss.inputs[var]
             return source.index if source.kind == "operand" else None
 
-        full_operands = [before.whole(a) if not isinstance(a, Var) or n < num_constants and self._is_read_whole(n) else None
-                         for n, a in enumerate(operands)]
-        precomputed = evaluate(loss.loss.precompute.jaxpr, loss.loss.precompute.consts, *full_operands) \
-            if loss.loss.precompute.jaxpr.outvars else []
+        full_operands = [
+            before.whole(a) if not isinstance(a, Var) or n < num_constants and self._is_read_whole(n) else None
+            for n, a in enumerate(operands)
+        ]
+        precomputed = (
+            evaluate(loss.loss.precompute.jaxpr, loss.loss.precompute.consts, *full_operands)
+            if loss.loss.precompute.jaxpr.outvars
+            else []
+        )
 
         def value(var: Var) -> Any:
             source = loss.inputs[var]
@@ -228,8 +240,12 @@ class StepProgram:
             return before.packed([operands[operand_of(v)] for v in group])
 
         lanes = [group_value(g) for g in self.lane_groups]
-        stacks = [before.packed_stack(operands[operand_of(v)]) if operand_of(v) is not None
-                  else self.lanes.pack_stack(jnp.asarray(value(v))) for v in self.stack_inputs]
+        stacks = [
+            before.packed_stack(operands[operand_of(v)])
+            if operand_of(v) is not None
+            else self.lanes.pack_stack(jnp.asarray(value(v)))
+            for v in self.stack_inputs
+        ]
         in_groups = {v for g in self.lane_groups for v in g} | set(self.stack_inputs)
         rows_vars = [v for v in loss.graph.rows_inputs if loss.inputs[v].kind != "flag"]
         single = [v for v in program.invars if v not in in_groups and v not in loss.rows_status and self._reads(v)]
@@ -240,7 +256,11 @@ class StepProgram:
             index = operand_of(var)
             return index is not None and index >= num_constants and is_differentiable(var.aval)
 
-        parts = ([wanted(g[0]) for g in self.lane_groups], [wanted(v) for v in self.stack_inputs], [wanted(v) for v in single])
+        parts = (
+            [wanted(g[0]) for g in self.lane_groups],
+            [wanted(v) for v in self.stack_inputs],
+            [wanted(v) for v in single],
+        )
         given = (lanes, stacks, [whole[v] for v in single])
         chosen = tuple([x for x, yes in zip(values, flags) if yes] for values, flags in zip(given, parts))
 
@@ -249,23 +269,29 @@ class StepProgram:
             ev = self.prepare.start(filled[0], filled[1], dict(zip(single, filled[2])))
             lane_values = self._lane_operands(ev)
             shared_values = [ev.whole(v) for v in pipeline.shared]
-            differentiable = ([x for x, yes in zip(lane_values, pipeline.lane_gradient) if yes],
-                              [x for x, yes in zip(shared_values, pipeline.shared_gradient) if yes])
+            differentiable = (
+                [x for x, yes in zip(lane_values, pipeline.lane_gradient) if yes],
+                [x for x, yes in zip(shared_values, pipeline.shared_gradient) if yes],
+            )
             # Gradients of what is only returned (a parameter norm among the metrics) are not asked for.
-            rest = [ev.whole(a) if n not in loss.graph.epilogue_outputs and not self._is_rows_output(a) else None
-                    for n, a in enumerate(program.outvars)]
+            rest = [
+                ev.whole(a) if n not in loss.graph.epilogue_outputs and not self._is_rows_output(a) else None
+                for n, a in enumerate(program.outvars)
+            ]
             return differentiable, (lane_values, shared_values, rest)
 
         made, pull, (lane_values, shared_values, rest) = jax.vjp(prepare, chosen, has_aux=True)
         lane_values = self.shardings.constrain(lane_values, pipeline.lane_specs)
         shared_values = self.shardings.constrain(shared_values, pipeline.shared_specs)
         pipelined, lane_sums, shared_sums = pipeline(lane_values, shared_values, batch)
-        cotangent = ([s.astype(m.dtype) for s, m in zip(lane_sums, made[0])],
-                     [s.astype(m.dtype) for s, m in zip(shared_sums, made[1])])
+        cotangent = (
+            [s.astype(m.dtype) for s, m in zip(lane_sums, made[0])],
+            [s.astype(m.dtype) for s, m in zip(shared_sums, made[1])],
+        )
         (gradient_parts,) = pull(cotangent)
         outputs = self._loss_outputs(pipelined, rest, value)
         gradients: dict[Any, Any] = {}
-        theta_results = traced.equation.outvars[len(traced.equation.outvars) - (len(operands) - num_constants):]
+        theta_results = traced.equation.outvars[len(traced.equation.outvars) - (len(operands) - num_constants) :]
 
         def result_of(var: Var) -> Var:
             return theta_results[operand_of(var) - num_constants]
@@ -349,7 +375,11 @@ class StepProgram:
 
 
 def _typed(value: Any, aval: Any) -> Any:
-    return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float)) or not hasattr(value, "dtype") else value
+    return (
+        jnp.asarray(value, aval.dtype)
+        if isinstance(value, (bool, int, float)) or not hasattr(value, "dtype")
+        else value
+    )
 
 
 def _fill(values, flags, part) -> list[Any]:
@@ -357,8 +387,16 @@ def _fill(values, flags, part) -> list[Any]:
     return [next(feed) if yes else v for v, yes in zip(values, flags)]
 
 
-def build(full: TracedStep, micro: TracedStep, rows: int, *, mesh: Mesh, num_microbatches: int,
-          make_table: Callable[[int, int], TickTable], packable: Sequence[int]) -> StepProgram:
+def build(
+    full: TracedStep,
+    micro: TracedStep,
+    rows: int,
+    *,
+    mesh: Mesh,
+    num_microbatches: int,
+    make_table: Callable[[int, int], TickTable],
+    packable: Sequence[int],
+) -> StepProgram:
     """Wire the passes for one set of argument shapes; `rows`: of one local microbatch.
 
     Raises NotSeparableError and NoRepeatedBlocksError.
@@ -369,7 +407,8 @@ def build(full: TracedStep, micro: TracedStep, rows: int, *, mesh: Mesh, num_mic
     if chain is None and stages > 1:
         raise NoRepeatedBlocksError(
             f"pipe={stages} needs a model with repeated blocks, but no chain of equal blocks was found among "
-            f"{len(loss.graph.epilogue.eqns)} equations of the loss; use pipe=1, or give the model at least two equal layers")
+            f"{len(loss.graph.epilogue.eqns)} equations of the loss; use pipe=1, or give the model at least two equal layers"
+        )
     program = loss.graph.program
     lane_groups, stack_inputs = block_inputs(loss.found)
     operands = full.equation.invars
@@ -380,12 +419,21 @@ def build(full: TracedStep, micro: TracedStep, rows: int, *, mesh: Mesh, num_mic
 
     jaxpr = full.jaxpr.jaxpr
     # One program for what comes before and after the gradient call: the call's results are inputs of it.
-    step = make_jaxpr([], [*jaxpr.constvars, *jaxpr.invars, *full.equation.outvars], jaxpr.outvars,
-                      [e for e in jaxpr.eqns if e is not full.equation])
+    step = make_jaxpr(
+        [],
+        [*jaxpr.constvars, *jaxpr.invars, *full.equation.outvars],
+        jaxpr.outvars,
+        [e for e in jaxpr.eqns if e is not full.equation],
+    )
     state_outputs = find_state_outputs(full, packable)
     groups = find_state_groups(
-        full, step, [tuple(outer(v) for v in g) for g in lane_groups if outer(g[0]) is not None],
-        [outer(v) for v in stack_inputs if outer(v) is not None], chain.length if chain is not None else 0, set(state_outputs))
+        full,
+        step,
+        [tuple(outer(v) for v in g) for g in lane_groups if outer(g[0]) is not None],
+        [outer(v) for v in stack_inputs if outer(v) is not None],
+        chain.length if chain is not None else 0,
+        set(state_outputs),
+    )
     in_groups = {v for g in groups.lanes for v in g} | set(groups.stacks)
     whole_leaves = [v for v, a in zip(jaxpr.invars, full.leaf_argument) if a in state_outputs and v not in in_groups]
     shardings = choose_shardings(loss.found, mesh, lane_groups, stack_inputs, groups, outer, whole_leaves)
@@ -393,7 +441,7 @@ def build(full: TracedStep, micro: TracedStep, rows: int, *, mesh: Mesh, num_mic
         # The loss runs as the user wrote it, and the state is stored so.
         shardings, groups = shardings.unpacked(), groups.unpacked()
         lane_groups, stack_inputs = [], []
-    lanes = LaneLayout(even_counts(chain.length, stages) if stages > 1 else (0,))
+    lanes = LaneLayout(even_counts(chain.length, stages) if chain is not None and stages > 1 else (0,))
     prepare = Rerolled(program, lane_groups, stack_inputs, lanes)
     gradient_groups, gradient_stacks = _gradient_groups(full, loss, lane_groups, stack_inputs)
     update = Rerolled(step, [*groups.lanes, *gradient_groups], [*groups.stacks, *gradient_stacks], lanes)
@@ -402,13 +450,34 @@ def build(full: TracedStep, micro: TracedStep, rows: int, *, mesh: Mesh, num_mic
     table = make_table(stages, num_microbatches) if stages > 1 else None
     whole = full.rows == rows
     pipeline = Pipeline(
-        graph=loss.graph, layout=lanes, mesh=mesh, num_microbatches=num_microbatches, table=table, rows=full.rows,
+        graph=loss.graph,
+        layout=lanes,
+        mesh=mesh,
+        num_microbatches=num_microbatches,
+        table=table,
+        rows=full.rows,
         rows_status=tuple(loss.rows_status[v] for v in loss.graph.rows_inputs),
         output_status=tuple(_output_status(loss, n, whole) for n in loss.graph.epilogue_outputs),
-        shared=shared, shared_gradient=shared_gradient, shared_specs=shardings.shared(shared),
-        lane_gradient=lane_gradient, lane_specs=shardings.lane_operands if stages > 1 else ())
-    return StepProgram(full, loss, layouts, lanes, table, pipeline, shardings, update, prepare, tuple(lane_groups),
-                       tuple(stack_inputs), state_outputs)
+        shared=shared,
+        shared_gradient=shared_gradient,
+        shared_specs=shardings.shared(shared),
+        lane_gradient=lane_gradient,
+        lane_specs=shardings.lane_operands if stages > 1 else (),
+    )
+    return StepProgram(
+        full,
+        loss,
+        layouts,
+        lanes,
+        table,
+        pipeline,
+        shardings,
+        update,
+        prepare,
+        tuple(lane_groups),
+        tuple(stack_inputs),
+        state_outputs,
+    )
 
 
 def block_inputs(graph: BlockGraph) -> tuple[list[tuple[Var, ...]], list[Var]]:
@@ -425,7 +494,7 @@ def block_inputs(graph: BlockGraph) -> tuple[list[tuple[Var, ...]], list[Var]]:
 def _gradient_groups(full: TracedStep, loss: LossProgram, lane_groups, stack_inputs):
     """The results of the gradient call that belong to lane groups and stacks."""
     count = len(full.equation.invars) - full.num_loss_constants
-    gradients = full.equation.outvars[len(full.equation.outvars) - count:]
+    gradients = full.equation.outvars[len(full.equation.outvars) - count :]
 
     def gradient(var: Var):
         source = loss.inputs[var]
@@ -460,18 +529,27 @@ def _output_status(loss: LossProgram, n: int, whole: bool) -> Any:
 def _wanted_gradients(loss: LossProgram, num_constants: int):
     """The shared values in a fixed order, and for which of them and of the lane operands gradients are wanted."""
     graph = loss.graph
-    depends = dependence(graph.program, {
-        v: int(loss.inputs[v].kind == "operand" and loss.inputs[v].index >= num_constants) for v in graph.program.invars})
+    depends = dependence(
+        graph.program,
+        {
+            v: int(loss.inputs[v].kind == "operand" and loss.inputs[v].index >= num_constants)
+            for v in graph.program.invars
+        },
+    )
     chain = graph.chain
     names = [*graph.prologue_shared, *graph.side_shared, *graph.epilogue_shared, *(chain.shared if chain else ())]
     shared = tuple(dict.fromkeys(names))
     shared_gradient = tuple(bool(depends[v]) and is_differentiable(v.aval) for v in shared)
     if chain is None:
         return shared, shared_gradient, ()
-    slot_bits = [any(isinstance(a, Var) and depends[a] for a in (s.values if s.stack is None else (s.stack,)))
-                 for s in chain.slots]
+    slot_bits = [
+        any(isinstance(a, Var) and depends[a] for a in (s.values if s.stack is None else (s.stack,)))
+        for s in chain.slots
+    ]
     prepared = chain.lane_prepare
-    bits = dependence(prepared, dict(zip(prepared.invars, [*map(int, slot_bits), *(int(bool(depends[v])) for v in chain.shared)])))
+    bits = dependence(
+        prepared, dict(zip(prepared.invars, [*map(int, slot_bits), *(int(bool(depends[v])) for v in chain.shared)]))
+    )
     lane_gradient = tuple(bool(bits[v]) and is_differentiable(v.aval) for v in prepared.outvars)
     return shared, shared_gradient, lane_gradient
 
@@ -496,15 +574,19 @@ def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int,
             changed = [(n, p) for n, p in zip(leaves, positions) if not _same_type(invars[n], outvars[p])]
             if changed:
                 n, p = changed[0]
-                mismatch = (f": leaf {traced.leaf_path[n]} goes in as {invars[n].aval.str_short()} and comes out as "
-                            f"{outvars[p].aval.str_short()}")
+                mismatch = (
+                    f": leaf {traced.leaf_path[n]} goes in as {invars[n].aval.str_short()} and comes out as "
+                    f"{outvars[p].aval.str_short()}"
+                )
                 continue
             result[argument] = positions
             used.update(positions)
             break
     if not result:
-        raise PlanError("the train step does not return a new state with the structure, shapes and types of the state it takes"
-                        f"{mismatch}; return (new_state, metrics)")
+        raise PlanError(
+            "the train step does not return a new state with the structure, shapes and types of the state it takes"
+            f"{mismatch}; return (new_state, metrics)"
+        )
     return result
 
 

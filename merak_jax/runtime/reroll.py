@@ -19,16 +19,31 @@ from merak_jax.partition.fingerprint import equation_shape, same_literal
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.tracing.jaxprs import Atom, defining_equations, evaluate_equation
 
-ELEMENTWISE = frozenset("""
+ELEMENTWISE = frozenset(
+    """
 abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div eq erf
 erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
 nextafter not or pow real reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh
-xor""".split())
+xor""".split()
+)
 
-_FOLDS: dict[str, Callable] = {"add": jnp.sum, "add_any": jnp.sum, "mul": jnp.prod, "max": jnp.max, "min": jnp.min,
-                               "and": jnp.all, "or": jnp.any}
-_STACK_FOLDS: dict[str, Callable] = {"reduce_sum": jnp.sum, "reduce_prod": jnp.prod, "reduce_max": jnp.max,
-                                     "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
+_FOLDS: dict[str, Callable] = {
+    "add": jnp.sum,
+    "add_any": jnp.sum,
+    "mul": jnp.prod,
+    "max": jnp.max,
+    "min": jnp.min,
+    "and": jnp.all,
+    "or": jnp.any,
+}
+_STACK_FOLDS: dict[str, Callable] = {
+    "reduce_sum": jnp.sum,
+    "reduce_prod": jnp.prod,
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_and": jnp.all,
+    "reduce_or": jnp.any,
+}
 
 
 class RerollWarning(UserWarning):
@@ -57,14 +72,18 @@ class Rerolled:
         """Number each value that depends on one lane, so that the same value of other lanes has the same number."""
         numbers: dict[Any, int] = {}
         self.signature: dict[Var, tuple[int, int]] = {
-            v: (numbers.setdefault(("leaf", n), len(numbers)), k) for v, (n, k) in self.lane_of_leaf.items()}
+            v: (numbers.setdefault(("leaf", n), len(numbers)), k) for v, (n, k) in self.lane_of_leaf.items()
+        }
         for eqn, shape in zip(self.jaxpr.eqns, self.shapes):
             operands = [self.signature.get(a) if isinstance(a, Var) else None for a in eqn.invars]
             touched = {s[1] for s in operands if s is not None}
             if len(touched) != 1:
                 continue
             lane = touched.pop()
-            key = (shape, tuple(("lane", s[0]) if s is not None else _identity(a) for a, s in zip(eqn.invars, operands)))
+            key = (
+                shape,
+                tuple(("lane", s[0]) if s is not None else _identity(a) for a, s in zip(eqn.invars, operands)),
+            )
             for o, v in enumerate(eqn.outvars):
                 self.signature[v] = (numbers.setdefault((key, o), len(numbers)), lane)
 
@@ -102,7 +121,8 @@ class Evaluation:
     def __init__(self, program: Rerolled, lanes, stacks, whole):
         self.program, self.layout = program, program.layout
         self._lane_values: dict[tuple, tuple[Any, bool]] = {
-            group: (value, True) for group, value in zip(program.lanes, lanes)}
+            group: (value, True) for group, value in zip(program.lanes, lanes)
+        }
         self._stack_values = dict(zip(program.stacks, stacks))
         self._whole = dict(whole)
 
@@ -146,9 +166,13 @@ class Evaluation:
 
     def _compute_lane(self, atoms: tuple[Var, ...]) -> None:
         program = self.program
-        sources = [program.defined.get(a) for a in atoms]
-        alike = not any(s is None for s in sources) and len({s[1] for s in sources}) == 1 and len(
-            {program.shapes[s[0]] for s in sources}) == 1 and len({s[0] for s in sources}) == len(sources)
+        sources: list[Any] = [program.defined.get(a) for a in atoms]
+        alike = (
+            not any(s is None for s in sources)
+            and len({s[1] for s in sources}) == 1
+            and len({program.shapes[s[0]] for s in sources}) == 1
+            and len({s[0] for s in sources}) == len(sources)
+        )
         if not alike:
             self._lane_values[atoms] = (self._one_by_one(atoms), True)
             return
@@ -160,8 +184,11 @@ class Evaluation:
             self._lane_values[outvars] = (value, is_lane)
 
     def _one_by_one(self, atoms) -> Any:
-        warnings.warn(f"a value {atoms[0].aval.str_short()} of each block is computed block by block, which is slower",
-                      RerollWarning, stacklevel=2)
+        warnings.warn(
+            f"a value {atoms[0].aval.str_short()} of each block is computed block by block, which is slower",
+            RerollWarning,
+            stacklevel=2,
+        )
         return self.layout.pack([self._full(a) for a in atoms])
 
     # Whole values.
@@ -198,11 +225,12 @@ class Evaluation:
     def _fold(self, eqn: JaxprEqn) -> bool:
         """A chain of the same associative operation over lanes (a global norm): terms of one kind are folded at once."""
         program, name = self.program, eqn.primitive.name
-        terms, pending = [], [eqn]
+        terms: list[Any] = []
+        pending: list[Any] = [eqn]
         while pending:
             for a in pending.pop().invars:
                 source = program.defined.get(a) if isinstance(a, Var) else None
-                inner = program.jaxpr.eqns[source[0]] if source is not None else None
+                inner: Any = program.jaxpr.eqns[source[0]] if source is not None else None
                 single = inner is not None and inner.primitive.name == name and program.uses[a] == 1
                 if single and inner.outvars[0].aval == eqn.outvars[0].aval:
                     pending.append(inner)
@@ -219,12 +247,20 @@ class Evaluation:
             else:
                 by_kind.setdefault(signature[0], {}).setdefault(signature[1], []).append(a)
         lanes = range(self.layout.num_lanes)
-        complete = [per_lane for per_lane in by_kind.values()
-                    if set(per_lane) == set(lanes) and len({len(v) for v in per_lane.values()}) == 1]
+        complete = [
+            per_lane
+            for per_lane in by_kind.values()
+            if set(per_lane) == set(lanes) and len({len(v) for v in per_lane.values()}) == 1
+        ]
         if not complete:
             return False
-        rest += [a for per_lane in by_kind.values() if not any(per_lane is c for c in complete)
-                 for group in per_lane.values() for a in group]
+        rest += [
+            a
+            for per_lane in by_kind.values()
+            if not any(per_lane is c for c in complete)
+            for group in per_lane.values()
+            for a in group
+        ]
         value = None
 
         def combine(new):
@@ -246,9 +282,24 @@ class Evaluation:
         if self.layout.is_full:
             return packed
         dtype = packed.dtype
-        low, high = ((False, True) if dtype == jnp.bool_ else (-np.inf, np.inf) if jnp.issubdtype(dtype, jnp.inexact)
-                     else (np.iinfo(dtype).min, np.iinfo(dtype).max))
-        neutral = {"sum": 0, "add": 0, "add_any": 0, "prod": 1, "mul": 1, "max": low, "min": high, "and": True, "or": False}
+        low, high = (
+            (False, True)
+            if dtype == jnp.bool_
+            else (-np.inf, np.inf)
+            if jnp.issubdtype(dtype, jnp.inexact)
+            else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        )
+        neutral = {
+            "sum": 0,
+            "add": 0,
+            "add_any": 0,
+            "prod": 1,
+            "mul": 1,
+            "max": low,
+            "min": high,
+            "and": True,
+            "or": False,
+        }
         return jnp.where(self.layout.mask(packed.ndim), packed, jnp.asarray(neutral[name], dtype))
 
     # Stacks `[L, ...]`, packed.
@@ -269,9 +320,15 @@ class Evaluation:
                 value = lax.broadcast_in_dim(self._stack(eqn.invars[0]), (*lead, *params["shape"][1:]), dims)
             else:
                 operands = [self._full(a) if a.aval.shape == () else self._stack(a) for a in eqn.invars]
-                if any(np.shape(o) == () for o in operands) and name not in ("select_n", "clamp", "convert_element_type"):
+                if any(np.shape(o) == () for o in operands) and name not in (
+                    "select_n",
+                    "clamp",
+                    "convert_element_type",
+                ):
                     shape = (*lead, *atom.aval.shape[1:])
-                    operands = [jnp.broadcast_to(jnp.asarray(o, a.aval.dtype), shape) for o, a in zip(operands, eqn.invars)]
+                    operands = [
+                        jnp.broadcast_to(jnp.asarray(o, a.aval.dtype), shape) for o, a in zip(operands, eqn.invars)
+                    ]
                 value = evaluate_equation(eqn, operands)[0]
             self._stack_values[atom] = value
         return self._stack_values[atom]
@@ -332,7 +389,7 @@ def lane_leaves(jaxpr: Jaxpr, groups: Sequence[tuple[Atom, ...]]) -> list[tuple[
         if all(a in inputs for a in atoms):
             found.setdefault(atoms)
             continue
-        sources = [defined.get(a) for a in atoms]
+        sources: list[Any] = [defined.get(a) for a in atoms]
         if any(s is None for s in sources):
             continue
         if len({s[1] for s in sources}) == 1 and all(shape(s[0]) == shape(sources[0][0]) for s in sources[1:]):

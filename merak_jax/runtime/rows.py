@@ -12,7 +12,7 @@ from merak_jax.tracing.microbatch import Batched
 def rows_first(value: Any, status: Batched, rows: int) -> Any:
     """`value`, whose axis `status.axis` holds `outer * rows * inner`, as `[rows, ...]`."""
     shape = value.shape
-    split = (*shape[:status.axis], status.outer, rows, status.inner, *shape[status.axis + 1:])
+    split = (*shape[: status.axis], status.outer, rows, status.inner, *shape[status.axis + 1 :])
     return jnp.moveaxis(value.reshape(split), status.axis + 1, 0) if not _plain(status) else value
 
 
@@ -23,7 +23,7 @@ def rows_back(value: Any, status: Batched) -> Any:
     moved = jnp.moveaxis(value, 0, status.axis + 1)
     shape = moved.shape
     axis = status.axis
-    return moved.reshape((*shape[:axis], shape[axis] * shape[axis + 1] * shape[axis + 2], *shape[axis + 3:]))
+    return moved.reshape((*shape[:axis], shape[axis] * shape[axis + 1] * shape[axis + 2], *shape[axis + 3 :]))
 
 
 def _plain(status: Batched) -> bool:

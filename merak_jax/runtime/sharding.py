@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from merak_jax.partition.blocks import BlockGraph
 from merak_jax.partition.tensor import TensorLayout, tensor_layout, vocabulary_split
-from merak_jax.runtime.groups import StateGroups
+from merak_jax.runtime.groups import StateGroups, stack_leaves
 from merak_jax.tracing.inline import make_jaxpr
 from merak_jax.tracing.jaxprs import defining_equations
 
@@ -40,8 +40,12 @@ class Shardings:
         """`values` with these shardings inside a jitted program."""
         if self.mesh.size == 1:
             return list(values)
-        return [v if jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key)
-                else lax.with_sharding_constraint(v, NamedSharding(self.mesh, s)) for v, s in zip(values, specs)]
+        return [
+            v
+            if jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key)
+            else lax.with_sharding_constraint(v, NamedSharding(self.mesh, s))
+            for v, s in zip(values, specs)
+        ]
 
     def unpacked(self) -> Shardings:
         """The same splits for leaves stored one by one, as with one stage."""
@@ -61,10 +65,17 @@ class Shardings:
         specs = {v: self._table_spec(v) for v in tables}
         chain = self.graph.chain
         if chain is not None and self.mesh.shape["pipe"] == 1:
-            specs.update((v, P(*spec[2:])) for slot, spec in zip(chain.slots, self.slot_specs) for v in slot.values
-                         if isinstance(v, Var))
-            specs.update((slot.stack, P(None, *spec[2:])) for slot, spec in zip(chain.slots, self.slot_specs)
-                         if slot.stack is not None)
+            specs.update(
+                (v, P(*spec[2:]))
+                for slot, spec in zip(chain.slots, self.slot_specs)
+                for v in slot.values
+                if isinstance(v, Var)
+            )
+            specs.update(
+                (slot.stack, P(None, *spec[2:]))
+                for slot, spec in zip(chain.slots, self.slot_specs)
+                if slot.stack is not None
+            )
         return tuple(specs.get(v, P()) for v in variables)
 
     def _table_spec(self, var: Var) -> PartitionSpec:
@@ -114,8 +125,15 @@ def _tables(graph: BlockGraph) -> set[Var]:
     return found - other - block_shared
 
 
-def choose_shardings(graph: BlockGraph, mesh: Mesh, lane_groups: Sequence[tuple[Var, ...]], stack_inputs: Sequence[Var],
-                     groups: StateGroups, outer: Callable[[Var], Any], whole_leaves: Sequence[Var]) -> Shardings:
+def choose_shardings(
+    graph: BlockGraph,
+    mesh: Mesh,
+    lane_groups: Sequence[tuple[Var, ...]],
+    stack_inputs: Sequence[Var],
+    groups: StateGroups,
+    outer: Callable[[Var], Any],
+    whole_leaves: Sequence[Var],
+) -> Shardings:
     """Column and row splits for what the blocks read, splits over pipe and tensor for tables, copies for the rest."""
     tensor = mesh.shape["tensor"]
     chain = graph.chain
@@ -132,8 +150,10 @@ def choose_shardings(graph: BlockGraph, mesh: Mesh, lane_groups: Sequence[tuple[
             leaf_split = _leaf_splits(graph, lane_groups, stack_inputs, tensor)
         lane_operands = tuple(_lane_spec(len(v.aval.shape), s) for v, s in zip(operands, splits))
     stored: dict[Any, PartitionSpec] = {}
-    by_outer = {(tuple(outer(v) for v in source) if isinstance(source, tuple) else outer(source)): split
-                for source, split in leaf_split.items()}
+    by_outer = {
+        (tuple(outer(v) for v in source) if isinstance(source, tuple) else outer(source)): split
+        for source, split in leaf_split.items()
+    }
     for key in (*groups.lanes, *groups.stacks):
         # Moments are split like the parameter whose path they share, where they have its shape.
         parameter = groups.follows.get(key, key)
@@ -141,11 +161,12 @@ def choose_shardings(graph: BlockGraph, mesh: Mesh, lane_groups: Sequence[tuple[
         like = parameter[0].aval.shape if isinstance(parameter, tuple) else parameter.aval.shape[1:]
         stored[key] = _lane_spec(len(shape), by_outer.get(parameter) if shape == like else None)
     for var in whole_leaves:
-        stored[var] = whole_spec(var.aval.shape, mesh) if not jax.dtypes.issubdtype(
-            var.aval.dtype, jax.dtypes.extended) else P()
+        stored[var] = (
+            whole_spec(var.aval.shape, mesh) if not jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended) else P()
+        )
     slot_specs: tuple[PartitionSpec, ...] = ()
     if chain is not None:
-        slots = chain.lane_prepare.invars[:len(chain.slots)]
+        slots = chain.lane_prepare.invars[: len(chain.slots)]
         by_operand = dict(zip(chain.lane_prepare.outvars, lane_operands))
         slot_specs = tuple(by_operand.get(v, _lane_spec(len(v.aval.shape), None)) for v in slots)
     return Shardings(mesh, graph, lane_operands, slot_specs, stored, frozenset(groups.stacks), layout)
@@ -157,29 +178,29 @@ def _lane_spec(ndim: int, split: int | None) -> PartitionSpec:
 
 def _leaf_splits(graph: BlockGraph, lane_groups, stack_inputs, tensor: int) -> dict[Any, int | None]:
     """The split of each parameter of a block, found on the block together with what prepares its operands."""
-    chain = graph.chain
+    chain = graph.blocks
     if stack_inputs and not lane_groups:
-        lane_vars = list(chain.lane_prepare.invars[:len(chain.slots)])
+        lane_vars = list(chain.lane_prepare.invars[: len(chain.slots)])
         eqns = [*chain.lane_prepare.eqns, *chain.body.eqns]
         keys = [_stack_source(graph, s.stack, stack_inputs) for s in chain.slots]
         leaves = [(key, var) for key, var in zip(keys, lane_vars) if key is not None]
         inputs = lane_vars
     else:
-        rename = dict(zip(chain.body.invars[chain.num_carry:], (s.values[0] for s in chain.slots)))
-        body = [e.replace(invars=[rename.get(a, a) if isinstance(a, Var) else a for a in e.invars]) for e in chain.body.eqns]
+        rename = dict(zip(chain.body.invars[chain.num_carry :], (s.values[0] for s in chain.slots)))
+        body = [
+            e.replace(invars=[rename.get(a, a) if isinstance(a, Var) else a for a in e.invars]) for e in chain.body.eqns
+        ]
         leaves = [(g, g[0]) for g in lane_groups]
         inputs = [v for _, v in leaves]
         eqns = [*_ancestors(graph.program, [a for a in rename.values() if isinstance(a, Var)], set(inputs)), *body]
-    jaxpr = _closed(chain.body.invars[:chain.num_carry], inputs, eqns, chain.body.outvars)
+    jaxpr = _closed(chain.body.invars[: chain.num_carry], inputs, eqns, chain.body.outvars)
     positions = [jaxpr.invars.index(v) for _, v in leaves]
     layout = tensor_layout(jaxpr, positions, tensor, carry_invars=range(chain.num_carry))
     return {key: split for (key, _), split in zip(leaves, layout.splits)}
 
 
 def _stack_source(graph: BlockGraph, stack: Any, stack_inputs: Sequence[Var]):
-    from merak_jax.runtime.groups import stack_leaves
-
-    made_of = stack_leaves(graph.program, [stack], graph.chain.length)
+    made_of = stack_leaves(graph.program, [stack], graph.blocks.length)
     return made_of[0] if made_of and made_of[0] in set(stack_inputs) else None
 
 

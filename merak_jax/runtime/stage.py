@@ -46,6 +46,7 @@ class Stage:
 
         `lanes`: `[N, ...]` each; `stash`: one `[slots, N, ...]` per carry value. `count` may differ per stage, also be 0.
         """
+
         def body(i, state):
             carry, stash = state
             stash = [put(s, c, slot, i) for s, c in zip(stash, carry)]
@@ -58,6 +59,7 @@ class Stage:
 
         Returns `(cotangent of the first block's carry, lane_sums, shared_sums)`, sums with this microbatch's gradients added.
         """
+
         def body(step, state):
             cotangent, lane_sums, shared_sums = state
             i = count - 1 - step
@@ -65,7 +67,8 @@ class Stage:
             lane = [take(x, i) for x in lanes]
             d_carry, d_lanes, d_shared = self.pull_back(carry, lane, shared, rows, cotangent)
             lane_sums = self.constrain_lanes(
-                [put(a, take(a, i) + g.astype(a.dtype), i) for a, g in zip(lane_sums, d_lanes)])
+                [put(a, take(a, i) + g.astype(a.dtype), i) for a, g in zip(lane_sums, d_lanes)]
+            )
             shared_sums = [a + g.astype(a.dtype) for a, g in zip(shared_sums, d_shared)]
             return d_carry, lane_sums, shared_sums
 
@@ -76,11 +79,17 @@ class Stage:
         floats = self.carry_float
 
         def block(carry_part, lane_part, shared_part):
-            out = self.block(merge(floats, carry_part, carry), merge(self.lane_gradient, lane_part, lane),
-                             merge(self.shared_gradient, shared_part, shared), rows)
+            out = self.block(
+                merge(floats, carry_part, carry),
+                merge(self.lane_gradient, lane_part, lane),
+                merge(self.shared_gradient, shared_part, shared),
+                rows,
+            )
             return select(floats, out)
 
-        _, pull = jax.vjp(block, select(floats, carry), select(self.lane_gradient, lane), select(self.shared_gradient, shared))
+        _, pull = jax.vjp(
+            block, select(floats, carry), select(self.lane_gradient, lane), select(self.shared_gradient, shared)
+        )
         return pull(list(cotangent))
 
 
@@ -98,8 +107,8 @@ def merge(wanted: Sequence[bool], chosen: Sequence[Any], values: Sequence[Any]) 
 def take(value: Any, *at: Any) -> Any:
     """`value[at]` for traced, non-negative indices of the leading dimensions."""
     start = _start(value, at)
-    sizes = (*(1,) * len(at), *value.shape[len(at):])
-    return lax.dynamic_slice(value, start, sizes).reshape(value.shape[len(at):])
+    sizes = (*(1,) * len(at), *value.shape[len(at) :])
+    return lax.dynamic_slice(value, start, sizes).reshape(value.shape[len(at) :])
 
 
 def put(value: Any, new: Any, *at: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from merak_jax.partition.lanes import LaneLayout
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a leaf of the user's tree is stored: array number, and its lane; `lane` None = whole, -1 = all lanes `[L, ...]`."""
+    """Where a leaf of the user's tree is stored: array number and lane; None: whole, -1: all lanes `[L, ...]`."""
 
     array: int
     lane: int | None = None
@@ -41,9 +42,15 @@ class StateLayout:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StateLayout) and (
             (self.tree, self.places, self.specs, self.lanes, self.mesh, self.avals)
-            == (other.tree, other.places, other.specs, other.lanes, other.mesh, other.avals))
+            == (other.tree, other.places, other.specs, other.lanes, other.mesh, other.avals)
+        )
 
-    @property
+    @functools.cached_property
+    def key(self) -> Any:
+        """The structure, shapes and types of the user's tree, hashable."""
+        return shapes_key(jax.tree.unflatten(self.tree, self.avals))
+
+    @functools.cached_property
     def shardings(self) -> list[NamedSharding]:
         return [NamedSharding(self.mesh, spec) for spec in self.specs]
 
@@ -62,7 +69,7 @@ class StateLayout:
             elif lane == -1:
                 arrays.append(self.lanes.pack_stack(leaves[members[0]]))
             else:
-                members.sort(key=lambda i: self.places[i].lane)
+                members.sort(key=lambda i: self.places[i].lane or 0)
                 arrays.append(self.lanes.pack([leaves[i] for i in members]))
         return arrays
 
@@ -79,14 +86,18 @@ class StateLayout:
         """Place the user's tree on the mesh; every array is a fresh buffer, so that donating it cannot touch the user's."""
         structure = jax.tree.structure(tree)
         if structure != self.tree:
-            raise StateError(f"the state has another structure than the one the step was planned for:\n  {structure}\n"
-                             f"planned:\n  {self.tree}")
+            raise StateError(
+                f"the state has another structure than the one the step was planned for:\n  {structure}\n"
+                f"planned:\n  {self.tree}"
+            )
         leaves = jax.tree.leaves(tree)
         for path, aval, leaf in zip(self.paths, self.avals, leaves):
             if np.shape(leaf) != aval.shape:
                 raise StateError(f"state leaf {path} has shape {np.shape(leaf)}, planned for {aval.shape}")
-        leaves = [jnp.asarray(x, dtype=a.dtype) if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) else x
-                  for x, a in zip(leaves, self.avals)]
+        leaves = [
+            jnp.asarray(x, dtype=a.dtype) if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) else x
+            for x, a in zip(leaves, self.avals)
+        ]
         arrays: list[Any] = [None] * len(self.specs)
         shardings = self.shardings
         for number, sharding in enumerate(shardings):
@@ -94,7 +105,7 @@ class StateLayout:
             if self.places[members[0]].lane is None:
                 arrays[number] = jax.device_put(leaves[members[0]], sharding)
             else:
-                members.sort(key=lambda i: self.places[i].lane)
+                members.sort(key=lambda i: self.places[i].lane or 0)
                 host = [_on_default(leaves[i]) for i in members]
                 packed = self.lanes.pack_stack(host[0]) if self.places[members[0]].lane == -1 else self.lanes.pack(host)
                 arrays[number] = jax.device_put(packed, sharding)
@@ -112,10 +123,18 @@ def _copy(arrays: list[Any], shardings: tuple[NamedSharding, ...]) -> list[Any]:
 
 def _on_default(leaf):
     """A leaf that other devices may hold, brought to where stacking is possible."""
-    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 and not jax.dtypes.issubdtype(
-            leaf.dtype, jax.dtypes.extended):
+    if (
+        isinstance(leaf, jax.Array)
+        and len(leaf.sharding.device_set) > 1
+        and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ):
         return np.asarray(leaf)
     return leaf
+
+
+def shapes_key(tree: Any) -> Any:
+    """Structure, shapes and types of a tree of abstract values, hashable."""
+    return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
 class _Unread:
@@ -155,7 +174,9 @@ class PackedState:
         return self._resolve(getattr(self._outline(), name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"the sharded state is read-only; use step.unshard(state), change {name!r}, and step.shard it")
+        raise AttributeError(
+            f"the sharded state is read-only; use step.unshard(state), change {name!r}, and step.shard it"
+        )
 
     def __getitem__(self, key: Any) -> Any:
         return self._resolve(self._outline()[key])
@@ -185,4 +206,5 @@ class DeferredState:
         return getattr(self.make(), name)
 
     def __repr__(self) -> str:
-        return f"<{type(self.shapes).__name__} to be made on the mesh at the first step: {len(jax.tree.leaves(self.shapes))} leaves>"
+        count = len(jax.tree.leaves(self.shapes))
+        return f"<{type(self.shapes).__name__} to be made on the mesh at the first step: {count} leaves>"

@@ -54,18 +54,24 @@ def captured_gradient_calls() -> Iterator[None]:
         loss_shape, aux_shape = shapes
         loss_leaves = jax.tree.leaves(loss_shape)
         if len(loss_leaves) != 1 or loss_leaves[0].shape != ():
-            hint = ("return its mean or its sum" if len(loss_leaves) == 1
-                    else "if it returns (loss, aux), pass has_aux=True")
-            raise GradientCallError(f"the function differentiated at {_compat.calling_line()} must return one scalar, but "
-                                    f"returns {jax.tree.map(lambda x: x.str_short() if hasattr(x, 'str_short') else str(x.shape), loss_shape)}; {hint}")
+            hint = (
+                "return its mean or its sum"
+                if len(loss_leaves) == 1
+                else "if it returns (loss, aux), pass has_aux=True"
+            )
+            raise GradientCallError(
+                f"the function differentiated at {_compat.calling_line()} must return one scalar, but "
+                f"returns {jax.tree.map(lambda x: x.str_short() if hasattr(x, 'str_short') else str(x.shape), loss_shape)}; {hint}"
+            )
         constants = list(closed.consts)
         converted = _constants_first(closed)
-        results = loss_and_grad_p.bind(*constants, *leaves, jaxpr=converted, num_constants=len(constants),
-                                       source=_compat.calling_line())
+        results = loss_and_grad_p.bind(
+            *constants, *leaves, jaxpr=converted, num_constants=len(constants), source=_compat.calling_line()
+        )
         loss = jax.tree.unflatten(jax.tree.structure(loss_shape), results[:1])
         num_aux = len(jax.tree.leaves(aux_shape))
-        aux = jax.tree.unflatten(jax.tree.structure(aux_shape), results[1:1 + num_aux])
-        gradients = results[1 + num_aux:]
+        aux = jax.tree.unflatten(jax.tree.structure(aux_shape), results[1 : 1 + num_aux])
+        gradients = results[1 + num_aux :]
 
         def pull_back(cotangent):
             seed = jax.tree.leaves(cotangent)[0]

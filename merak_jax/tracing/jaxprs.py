@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax.tracing.inline import make_jaxpr
 
-Atom = Var | Literal
+Atom: TypeAlias = Var | Literal
 
 
 def evaluate_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

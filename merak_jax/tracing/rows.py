@@ -27,7 +27,8 @@ _CREATORS = frozenset({"broadcast_in_dim", "iota", "random_bits", "random_split"
 
 WAYS_OUT = (
     "Microbatches would not give the numbers of the full batch. Two ways out: run the batch whole "
-    "(num_microbatches=1 on a mesh with data=1), or rewrite the loss as a sum over rows (divided by counts that depend on the batch only)."
+    "(num_microbatches=1 on a mesh with data=1), or rewrite the loss as a sum over rows (divided by counts "
+    "that depend on the batch only)."
 )
 
 
@@ -127,10 +128,7 @@ class Walker:
         statuses = result if isinstance(result, list) else [result] * len(micro.outvars)
         for a, b, status in zip(full.outvars, micro.outvars, statuses):
             if not self.consistent(status, a.aval, b.aval):
-                op.fail(
-                    f"the result of `{op.name}` has the batch in two dimensions, "
-                    "or rows that are not in the batch"
-                )
+                op.fail(f"the result of `{op.name}` has the batch in two dimensions, or rows that are not in the batch")
         op.finish()
         self.status.update(zip(micro.outvars, statuses))
         return statuses
@@ -195,9 +193,7 @@ class Walker:
 
         return self.insert(gate, [self.first, atom], near, Partial())
 
-    def insert(
-        self, function: Callable, operands: Sequence[Atom], near: JaxprEqn | None, status: Status
-    ) -> Var:
+    def insert(self, function: Callable, operands: Sequence[Atom], near: JaxprEqn | None, status: Status) -> Var:
         """Add the equations of a small function of `operands`; returns its result."""
         avals = [a.aval for a in operands]
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
@@ -253,14 +249,11 @@ class Equation:
             return
         if any(is_rows(s) for s in self.status):
             self.fail(
-                f"`{self.name}` mixes a sum over the batch with the rows of the batch, "
-                "as batch normalization does"
+                f"`{self.name}` mixes a sum over the batch with the rows of the batch, as batch normalization does"
             )
         if sum(isinstance(s, Partial) for s in self.status) > 1:
             self.fail(f"`{self.name}` of two sums over the batch is not the sum of the microbatches' own")
-        self.fail(
-            f"`{self.name}` of a sum over the batch is not the sum of the `{self.name}`s of the microbatches"
-        )
+        self.fail(f"`{self.name}` of a sum over the batch is not the sum of the `{self.name}`s of the microbatches")
 
     def new_batch_axis(self) -> int:
         """The axis that the batch has in the result of an equation whose operands have none."""
@@ -383,9 +376,7 @@ class Equation:
         """A walker for a program inside this equation."""
         return Walker(self.rows_full, self.walker.rows_micro, may_gate and self.walker.may_gate)
 
-    def fixpoint(
-        self, carry: Sequence[Status], walk: Callable[[list[Status]], Walked]
-    ) -> tuple[list[Status], Walked]:
+    def fixpoint(self, carry: Sequence[Status], walk: Callable[[list[Status]], Walked]) -> tuple[list[Status], Walked]:
         """The statuses of a loop's carry that are true at every turn, and the body walked on them."""
         carry = list(carry)
         while True:

@@ -45,8 +45,10 @@ class TracedStep:
 def unwrap(train_step: Callable) -> Callable:
     """The Python function below `jax.jit`, whose cached trace would hide the gradient call. TraceError for `jax.pmap`."""
     if inspect.isfunction(train_step) and hasattr(train_step, "lower"):
-        raise TraceError("the train step is wrapped in jax.pmap, which gives every device its own batch; pass the function "
-                         "itself, with the whole batch and an unreplicated state, and remove lax.pmean and lax.psum from it")
+        raise TraceError(
+            "the train step is wrapped in jax.pmap, which gives every device its own batch; pass the function "
+            "itself, with the whole batch and an unreplicated state, and remove lax.pmean and lax.psum from it"
+        )
     while hasattr(train_step, "__wrapped__") and hasattr(train_step, "lower"):
         train_step = train_step.__wrapped__
     return train_step
@@ -54,14 +56,17 @@ def unwrap(train_step: Callable) -> Callable:
 
 def abstract(tree: Any) -> Any:
     """`tree` with a ShapeDtypeStruct (weak types kept) for each leaf."""
+
     def leaf(path, x):
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
         try:
             aval = jax.typeof(jax.numpy.asarray(x) if isinstance(x, (bool, int, float, complex)) else x)
         except TypeError as error:
-            raise TraceError(f"the leaf at {jax.tree_util.keystr(path) or 'the root'} is a {type(x).__name__}, not an array or "
-                             "a number; keep other values out of the state and the batch") from error
+            raise TraceError(
+                f"the leaf at {jax.tree_util.keystr(path) or 'the root'} is a {type(x).__name__}, not an array or "
+                "a number; keep other values out of the state and the batch"
+            ) from error
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
@@ -72,6 +77,7 @@ def batch_rows(batch_leaves: Sequence[tuple[str, Any]]) -> tuple[int, list[bool]
 
     Raises BatchError when leaves disagree on B or when no leaf has rows.
     """
+
     def is_key(leaf):
         raw = leaf.dtype == jax.numpy.uint32 and leaf.shape in ((2,), (4,))
         return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) or raw
@@ -83,13 +89,17 @@ def batch_rows(batch_leaves: Sequence[tuple[str, Any]]) -> tuple[int, list[bool]
     if len(set(sizes.values())) > 1:
         first_of = {size: path for path, size in reversed(sizes.items())}
         listing = ", ".join(f"{path}: {size}" for size, path in list(first_of.items())[:4])
-        raise BatchError(f"the leaves of the batch disagree on the size of dimension 0, the batch ({listing}); pass values that "
-                         "have no batch dimension as another argument of the train step; batch_argnums says which argument "
-                         "is the batch")
+        raise BatchError(
+            f"the leaves of the batch disagree on the size of dimension 0, the batch ({listing}); pass values that "
+            "have no batch dimension as another argument of the train step; batch_argnums says which argument "
+            "is the batch"
+        )
     return next(iter(sizes.values())), has_rows
 
 
-def trace(train_step: Callable, args: Sequence[Any], batch_argnums: Sequence[int], rows: int | None = None) -> TracedStep:
+def trace(
+    train_step: Callable, args: Sequence[Any], batch_argnums: Sequence[int], rows: int | None = None
+) -> TracedStep:
     """Trace `train_step(*args)` (arrays or abstract values); with `rows`, as if the batch had that many rows.
 
     Raises GradientCallError unless the step takes exactly one gradient.
@@ -115,7 +125,7 @@ def trace(train_step: Callable, args: Sequence[Any], batch_argnums: Sequence[int
         # Fresh containers for every trace: a step may pop keys from its batch.
         rebuilt, start = [], 0
         for tree in in_trees:
-            rebuilt.append(jax.tree.unflatten(tree, leaves[start:start + tree.num_leaves]))
+            rebuilt.append(jax.tree.unflatten(tree, leaves[start : start + tree.num_leaves]))
             start += tree.num_leaves
         return train_step(*rebuilt)
 
@@ -125,21 +135,33 @@ def trace(train_step: Callable, args: Sequence[Any], batch_argnums: Sequence[int
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
-        raise TraceError(f"the train step names a mesh axis, as code for jax.pmap does ({str(error).splitlines()[0]}); remove "
-                         "lax.pmean, lax.psum and axis_name= from it: the step sees the whole batch") from error
+        raise TraceError(
+            f"the train step names a mesh axis, as code for jax.pmap does ({str(error).splitlines()[0]}); remove "
+            "lax.pmean, lax.psum and axis_name= from it: the step sees the whole batch"
+        ) from error
     except (TypeError, ValueError, AssertionError) as error:
         if rows is None or isinstance(error, MerakError):
             raise
-        raise TraceError(f"the train step works for a batch of {size} rows but not for one of {rows} rows, as which it is "
-                         f"traced to cut it into microbatches ({error}); take sizes from the batch, not from constants") from error
+        raise TraceError(
+            f"the train step works for a batch of {size} rows but not for one of {rows} rows, as which it is "
+            f"traced to cut it into microbatches ({error}); take sizes from the batch, not from constants"
+        ) from error
     closed = _without_dead_equations(inline(closed))
     position = _the_gradient_call(closed.jaxpr)
     eqn = closed.jaxpr.eqns[position]
     return TracedStep(
-        jaxpr=closed, loss_eqn=position, loss=inline(eqn.params["jaxpr"]),
-        num_loss_constants=eqn.params["num_constants"], in_trees=in_trees, out_tree=jax.tree.structure(out_shape),
-        leaf_argument=tuple(leaf_argument), leaf_path=tuple(leaf_path), leaf_keys=tuple(leaf_keys),
-        leaf_rows=tuple(leaf_rows), rows=rows if rows is not None else size)
+        jaxpr=closed,
+        loss_eqn=position,
+        loss=inline(eqn.params["jaxpr"]),
+        num_loss_constants=eqn.params["num_constants"],
+        in_trees=in_trees,
+        out_tree=jax.tree.structure(out_shape),
+        leaf_argument=tuple(leaf_argument),
+        leaf_path=tuple(leaf_path),
+        leaf_keys=tuple(leaf_keys),
+        leaf_rows=tuple(leaf_rows),
+        rows=rows if rows is not None else size,
+    )
 
 
 def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -160,14 +182,19 @@ def _the_gradient_call(jaxpr: Jaxpr) -> int:
     if nested:
         raise GradientCallError(
             f"the gradient is taken inside a `{nested[0].primitive.name}` at {_compat.source_line(nested[0])}; "
-            "call it once, directly in the train step: an accumulation loop is replaced by num_microbatches=")
+            "call it once, directly in the train step: an accumulation loop is replaced by num_microbatches="
+        )
     if not found:
-        raise GradientCallError("the train step takes no gradient (no jax.grad, jax.value_and_grad or jax.vjp was called, "
-                                "or its result is not used); evaluation steps are not supported yet")
+        raise GradientCallError(
+            "the train step takes no gradient (no jax.grad, jax.value_and_grad or jax.vjp was called, "
+            "or its result is not used); evaluation steps are not supported yet"
+        )
     if len(found) > 1:
         lines = "; ".join(jaxpr.eqns[i].params["source"] for i in found)
-        raise GradientCallError(f"the train step takes {len(found)} gradients ({lines}); exactly one can be pipelined: "
-                                "sum the losses and differentiate once, or wrap one step per loss")
+        raise GradientCallError(
+            f"the train step takes {len(found)} gradients ({lines}); exactly one can be pipelined: "
+            "sum the losses and differentiate once, or wrap one step per loss"
+        )
     return found[0]
 
 
@@ -176,5 +203,3 @@ def _holds_gradient_call(eqn: JaxprEqn) -> bool:
         if any(e.primitive.name == "loss_and_grad" or _holds_gradient_call(e) for e in inner.eqns):
             return True
     return False
-
-
