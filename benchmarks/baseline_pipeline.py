@@ -19,9 +19,16 @@ HEADS = ("last", "split", "replicated")
 
 # Megatron: query, key, value and up split their outputs, output and down their inputs; the rest is whole.
 _TENSOR_DIMENSION = {
-    ("query", "kernel"): 1, ("key", "kernel"): 1, ("value", "kernel"): 1,
-    ("query", "bias"): 0, ("key", "bias"): 0, ("value", "bias"): 0, ("output", "kernel"): 0,
-    ("up", "kernel"): 1, ("up", "bias"): 0, ("down", "kernel"): 0,
+    ("query", "kernel"): 1,
+    ("key", "kernel"): 1,
+    ("value", "kernel"): 1,
+    ("query", "bias"): 0,
+    ("key", "bias"): 0,
+    ("value", "bias"): 0,
+    ("output", "kernel"): 0,
+    ("up", "kernel"): 1,
+    ("up", "bias"): 0,
+    ("down", "kernel"): 0,
 }
 
 
@@ -34,6 +41,7 @@ def stack_blocks(params: dict, config: GPT2Config, stages: int) -> dict:
 
 def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     """The stacks over `pipe` and, as Megatron does, `tensor`; the vocabulary over `tensor`; the rest whole."""
+
     def spec(path, leaf):
         names = [getattr(k, "key", getattr(k, "name", None)) for k in path]
         if "blocks" in names:
@@ -72,9 +80,14 @@ def pipeline_loss(config: GPT2Config, mesh: Mesh, num_microbatches: int, head: s
         total, _ = lax.scan(add, jnp.zeros(()), (hidden, targets))
         return total / num_microbatches
 
-    @functools.partial(jax.shard_map, mesh=mesh, axis_names={"data", "pipe"}, check_vma=False,
-                       in_specs=({"blocks": P("pipe"), "shared": P()}, P("data"), P("data")),
-                       out_specs=P(("data", "pipe")))
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        axis_names={"data", "pipe"},
+        check_vma=False,
+        in_specs=({"blocks": P("pipe"), "shared": P()}, P("data"), P("data")),
+        out_specs=P(("data", "pipe")),
+    )
     def local_losses(params, tokens, targets):
         stage, shared = lax.axis_index("pipe"), params["shared"]
         own_blocks = jax.tree.map(lambda x: x[0], params["blocks"])
@@ -82,8 +95,10 @@ def pipeline_loss(config: GPT2Config, mesh: Mesh, num_microbatches: int, head: s
         length = tokens.shape[-1]
 
         def first_carry(tokens):
-            return (embed.apply({"params": shared["token_embedding"]}, tokens)
-                    + shared["position_embedding"]["embedding"][:length])
+            return (
+                embed.apply({"params": shared["token_embedding"]}, tokens)
+                + shared["position_embedding"]["embedding"][:length]
+            )
 
         def tick(received, tokens):
             x = jnp.where(stage == 0, first_carry(tokens), received)
@@ -92,7 +107,7 @@ def pipeline_loss(config: GPT2Config, mesh: Mesh, num_microbatches: int, head: s
 
         padded = jnp.concatenate([tokens, jnp.zeros((stages - 1, *tokens.shape[1:]), tokens.dtype)])
         _, sent = lax.scan(tick, jnp.zeros((*tokens.shape[1:], config.width)), padded)
-        hidden, is_last = sent[stages - 1:], stage == stages - 1
+        hidden, is_last = sent[stages - 1 :], stage == stages - 1
         if head == "last":
             loss = lax.cond(is_last, mean_loss, lambda *_: jnp.zeros(()), shared, hidden, targets)
         elif head == "split":
@@ -109,8 +124,14 @@ def pipeline_loss(config: GPT2Config, mesh: Mesh, num_microbatches: int, head: s
     return loss
 
 
-def pipelined_step(config: GPT2Config, mesh: Mesh, num_microbatches: int, tx: optax.GradientTransformation,
-                   head: str = "last", compiler_options: dict | None = None):
+def pipelined_step(
+    config: GPT2Config,
+    mesh: Mesh,
+    num_microbatches: int,
+    tx: optax.GradientTransformation,
+    head: str = "last",
+    compiler_options: dict | None = None,
+):
     """`(place, step)`: `place(params)` makes a TrainState on the mesh of GPT2's parameters; `step(state, batch)` is jitted.
 
     `batch`: `{"tokens", "targets"}`, `[batch, length]` each; the step returns `(state, loss)` and donates the state.
@@ -134,12 +155,18 @@ def pipelined_step(config: GPT2Config, mesh: Mesh, num_microbatches: int, tx: op
         value, gradients = jax.value_and_grad(loss)(state.params, batch["tokens"], batch["targets"])
         return state.apply_gradients(grads=gradients), value
 
-    return place, jax.jit(step, donate_argnums=0, in_shardings=(state, {"tokens": rows, "targets": rows}),
-                          out_shardings=(state, None), compiler_options=compiler_options)
+    return place, jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(state, {"tokens": rows, "targets": rows}),
+        out_shardings=(state, None),
+        compiler_options=compiler_options,
+    )
 
 
 def accumulated_step(model: GPT2, num_microbatches: int):
     """`step(state, batch)` on one device: gradients of the unrolled model summed over microbatches by one scan."""
+
     def step(state, batch):
         def loss(params, batch):
             return next_token_loss(model.apply({"params": params}, batch["tokens"]), batch["targets"])

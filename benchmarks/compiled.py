@@ -20,8 +20,11 @@ registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 10
 device_vendor: "NVIDIA Corporation" device_interconnect_info { active_links: 18 } } platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3\""""
 # Options of the GPU compiler that let it hide collectives behind matmuls.
-OVERLAP = {"xla_gpu_enable_analytical_latency_estimator": True, "xla_gpu_dot_merger_threshold_mb": 0,
-           "xla_disable_hlo_passes": "collective-permute-motion"}
+OVERLAP = {
+    "xla_gpu_enable_analytical_latency_estimator": True,
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_disable_hlo_passes": "collective-permute-motion",
+}
 
 
 def h100_mesh(data: int, pipe: int, tensor: int):
@@ -32,29 +35,37 @@ def h100_mesh(data: int, pipe: int, tensor: int):
     # Read when JAX is imported; without it the plugin looks for a driver.
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
-    import merak_jax
     from jax.experimental import topologies
+
+    import merak_jax
 
     count = data * pipe * tensor
     try:
         topology = topologies.get_topology_desc("h100", "cuda", target_config=H100, topology=f"1x1x{count}")
     except Exception as error:
-        print(f"no CUDA compiler: {error}; pip install --no-deps jax-cuda12-plugin=={jax.__version__} "
-              f"jax-cuda12-pjrt=={jax.__version__}", file=sys.stderr)
+        print(
+            f"no CUDA compiler: {error}; pip install --no-deps jax-cuda12-plugin=={jax.__version__} "
+            f"jax-cuda12-pjrt=={jax.__version__}",
+            file=sys.stderr,
+        )
         raise SystemExit(PLUGIN_MISSING) from error
     return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=topology.devices)
 
 
-def gpt2_step(name: str, length: int, rows: int, mesh, num_microbatches: int):
-    """`(step, state shapes, batch shapes)` of a published GPT-2 with bfloat16 arithmetic; `rows` of one microbatch a device."""
+def gpt2_step(name: str, length: int, rows: int, mesh, num_microbatches: int, **changes):
+    """`(step, state shapes, batch shapes)` of a published GPT-2 with bfloat16 arithmetic and float32 parameters.
+
+    `rows`: of a microbatch on a device; `changes`: of the model's configuration.
+    """
     import jax
     import jax.numpy as jnp
-    import merak_jax
     import optax
     from flax.training.train_state import TrainState
+
+    import merak_jax
     from merak_jax.models.gpt2 import GPT2, GPT2Config, next_token_loss
 
-    model = GPT2(GPT2Config.from_name(name, max_length=length, dtype=jnp.bfloat16))
+    model = GPT2(GPT2Config.from_name(name, max_length=length, dtype=jnp.bfloat16, **changes))
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
     def create(key):
@@ -80,7 +91,9 @@ def report(options: argparse.Namespace) -> dict:
 
     from benchmarks.hlo import Program
 
-    step, state, batch = gpt2_step(options.model, options.length, options.rows, mesh, options.microbatches)
+    changes = {"vocab_size": options.vocabulary, "num_heads": options.heads}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    step, state, batch = gpt2_step(options.model, options.length, options.rows, mesh, options.microbatches, **changes)
     start = time.perf_counter()
     lowered = step.lower(state, batch)
     traced = time.perf_counter()
@@ -94,19 +107,37 @@ def report(options: argparse.Namespace) -> dict:
     program = Program(text)
     (layout,) = step._latest.layouts.values()
     shapes = jax.eval_shape(layout.pack, list(layout.avals))
-    stored = [math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
-              for shape, sharding in zip(shapes, layout.shardings)]
+    stored = [
+        math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+        for shape, sharding in zip(shapes, layout.shardings)
+    ]
     return {
-        "model": options.model, "mesh": "·".join(map(str, options.mesh)), "microbatches": options.microbatches,
-        "trace_s": round(traced - start, 1), "compile_s": round(done - traced, 1),
-        "peak_bytes": memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        "model": options.model,
+        "mesh": "·".join(map(str, options.mesh)),
+        "microbatches": options.microbatches,
+        "trace_s": round(traced - start, 1),
+        "compile_s": round(done - traced, 1),
+        "peak_bytes": memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes,
-        "temp_bytes": memory.temp_size_in_bytes, "alias_bytes": memory.alias_size_in_bytes, "state_bytes": sum(stored),
-        "conditionals": program.count("conditional"), "instructions": program.num_instructions,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "state_bytes": sum(stored),
+        "conditionals": program.count("conditional"),
+        "instructions": program.num_instructions,
         "carry_bytes": options.rows * options.length * state.params["h_0"]["norm_1"]["scale"].shape[0] * 2,
+        "smallest_kernel_bytes": min(
+            math.prod(sharding.shard_shape(shape.shape)[2:]) * 2
+            for shape, sharding in zip(shapes, layout.shardings)
+            if shape.ndim >= 4
+        ),
         "collectives": program.summary(),
-        "in_loops": [{"kind": c.kind, "bytes": c.bytes, "largest": c.largest, "matmuls": c.matmuls}
-                     for c in program.collectives if c.loops],
+        "in_loops": [
+            {"kind": c.kind, "bytes": c.bytes, "largest": c.largest, "matmuls": c.matmuls}
+            for c in program.collectives
+            if c.loops
+        ],
     }
 
 
@@ -114,24 +145,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--model", default="gpt2-xl", help="a published GPT-2 (default gpt2-xl)")
-    parser.add_argument("--mesh", type=lambda text: tuple(int(n) for n in text.split(",")), default=(2, 2, 2),
-                        help="data,pipe,tensor (default 2,2,2)")
+    parser.add_argument(
+        "--mesh",
+        type=lambda text: tuple(int(n) for n in text.split(",")),
+        default=(2, 2, 2),
+        help="data,pipe,tensor (default 2,2,2)",
+    )
     parser.add_argument("--microbatches", type=int, default=8, help="M (default 8)")
     parser.add_argument("--rows", type=int, default=1, help="rows of a microbatch on a device (default 1)")
     parser.add_argument("--length", type=int, default=1024, help="tokens a row (default 1024)")
+    parser.add_argument("--vocabulary", type=int, help="another vocabulary than the published 50257")
+    parser.add_argument("--heads", type=int, help="another number of heads than the published")
     parser.add_argument("--text", help="also write the scheduled program to this file")
     options = parser.parse_args()
     result = report(options)
     if options.json:
         print(json.dumps(result))
         return
-    print(f"{result['model']} on mesh {result['mesh']}, {result['microbatches']} microbatches: traced in "
-          f"{result['trace_s']} s, compiled in {result['compile_s']} s, {result['instructions']} instructions")
-    print(f"peak {result['peak_bytes'] / GIB:.1f} GiB a device: state {result['state_bytes'] / GIB:.1f}, "
-          f"temporary {result['temp_bytes'] / GIB:.1f}, updated in place {result['alias_bytes'] / GIB:.1f}")
+    print(
+        f"{result['model']} on mesh {result['mesh']}, {result['microbatches']} microbatches: traced in "
+        f"{result['trace_s']} s, compiled in {result['compile_s']} s, {result['instructions']} instructions"
+    )
+    print(
+        f"peak {result['peak_bytes'] / GIB:.1f} GiB a device: state {result['state_bytes'] / GIB:.1f}, "
+        f"temporary {result['temp_bytes'] / GIB:.1f}, updated in place {result['alias_bytes'] / GIB:.1f}"
+    )
     for kind, row in result["collectives"].items():
-        print(f"{kind}: {row['count']}, {row['in_loops']} in loops, largest {row['largest_bytes']:,} bytes, "
-              f"{row['asynchronous']} asynchronous, {row['overlapped']} with a matmul between start and done")
+        print(
+            f"{kind}: {row['count']}, {row['in_loops']} in loops, largest {row['largest_bytes']:,} bytes, "
+            f"{row['asynchronous']} asynchronous, {row['overlapped']} with a matmul between start and done"
+        )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,15 @@ import functools
 import math
 import re
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all",
-               "collective-broadcast")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
 _BITS = {"pred": 8, "bf16": 16}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _NAME = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -33,8 +40,10 @@ class Instruction:
     @property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
         """Element type and dimensions of every array in the result."""
-        return [(kind, tuple(int(re.sub(r"\D", "", d)) for d in dims.split(",") if d.strip()))
-                for kind, dims in _ARRAY.findall(self.shape)]
+        return [
+            (kind, tuple(int(re.sub(r"\D", "", d)) for d in dims.split(",") if d.strip()))
+            for kind, dims in _ARRAY.findall(self.shape)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +120,28 @@ class Program:
                     continue
                 matmuls = None
                 if asynchronous:
-                    done = next((n for n in range(place + 1, len(body)) if instruction.name in body[n].operands
-                                 and body[n].opcode.endswith("-done")), place)
-                    matmuls = sum(self.holds_matmul(i) for i in body[place + 1:done])
+                    done = next(
+                        (
+                            n
+                            for n in range(place + 1, len(body))
+                            if instruction.name in body[n].operands and body[n].opcode.endswith("-done")
+                        ),
+                        place,
+                    )
+                    matmuls = sum(self.holds_matmul(i) for i in body[place + 1 : done])
                 arrays = _results(instruction, kind, asynchronous)
-                found.append(Collective(kind, instruction.name, nbytes(arrays), max(nbytes([a]) for a in arrays),
-                                        _groups(instruction), loops, matmuls, instruction.text))
+                found.append(
+                    Collective(
+                        kind,
+                        instruction.name,
+                        nbytes(arrays),
+                        max(nbytes([a]) for a in arrays),
+                        _groups(instruction),
+                        loops,
+                        matmuls,
+                        instruction.text,
+                    )
+                )
         return found
 
     def _collective(self, instruction: Instruction) -> tuple[str | None, bool]:
@@ -158,10 +183,12 @@ class Program:
             by_kind[c.kind].append(c)
         for kind, group in sorted(by_kind.items()):
             result[kind] = {
-                "count": len(group), "in_loops": sum(c.loops > 0 for c in group),
+                "count": len(group),
+                "in_loops": sum(c.loops > 0 for c in group),
                 "largest_bytes": max(c.bytes for c in group),
                 "asynchronous": sum(c.matmuls is not None for c in group),
-                "overlapped": sum(bool(c.matmuls) for c in group)}
+                "overlapped": sum(bool(c.matmuls) for c in group),
+            }
         return result
 
 
@@ -180,7 +207,7 @@ def _results(instruction: Instruction, kind: str, asynchronous: bool) -> list[tu
     if asynchronous and kind != "all-reduce" and len(arrays) > 1:
         # A start returns (operands, results, context).
         arrays = [a for a in arrays if a != ("u32", ())]
-        arrays = arrays[len(arrays) // 2:]
+        arrays = arrays[len(arrays) // 2 :]
     return arrays
 
 
@@ -240,5 +267,5 @@ def _balanced(text: str) -> tuple[str, str]:
     for place, char in enumerate(text):
         level += (char == "(") - (char == ")")
         if level == 0:
-            return text[:place + 1], text[place + 1:]
+            return text[: place + 1], text[place + 1 :]
     return text, ""

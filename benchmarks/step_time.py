@@ -25,8 +25,15 @@ def machine() -> str:
     """Processor, cores and JAX version."""
     import jax
 
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-             if line.startswith("model name")] if os.path.exists("/proc/cpuinfo") else ["unknown processor"]
+    names = (
+        [
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if os.path.exists("/proc/cpuinfo")
+        else ["unknown processor"]
+    )
     return f"{names[0]}, {os.cpu_count()} cores, jax {jax.__version__}, emulated CPU devices"
 
 
@@ -71,12 +78,14 @@ class Case:
         self.ours = merak_jax.parallelize(train_step, mesh=devices, num_microbatches=num_microbatches)
         options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
         if mesh is None:
-            self.theirs = jax.jit(baseline_pipeline.accumulated_step(model, num_microbatches), donate_argnums=0,
-                                  compiler_options=options)
+            self.theirs = jax.jit(
+                baseline_pipeline.accumulated_step(model, num_microbatches), donate_argnums=0, compiler_options=options
+            )
             self.place = lambda params: jax.tree.map(jnp.copy, create(params))
         else:
             self.place, self.theirs = baseline_pipeline.pipelined_step(
-                config, devices, num_microbatches, tx, head, options)
+                config, devices, num_microbatches, tx, head, options
+            )
 
     def same_loss(self, ours, theirs) -> None:
         """Raise unless two losses are the same number."""
@@ -120,15 +129,30 @@ def measure(name: str, repetitions: int, head: str) -> dict:
         return result | {"ours_bytes": ours, "baseline_bytes": theirs, "ratio": ours / theirs}
     ours, theirs = case.times(repetitions)
     medians = statistics.median(ours), statistics.median(theirs)
-    return result | {"ours_s": medians[0], "baseline_s": medians[1], "ratio": medians[0] / medians[1],
-                     "all_ours_s": ours, "all_baseline_s": theirs}
+    return result | {
+        "ours_s": medians[0],
+        "baseline_s": medians[1],
+        "ratio": medians[0] / medians[1],
+        "all_ours_s": ours,
+        "all_baseline_s": theirs,
+    }
 
 
 def measure_apart(name: str, repetitions: int, head: str, timeout: float) -> dict:
     """`measure` in a process of its own: a hanging or crashing case fails alone."""
     root = Path(__file__).resolve().parent.parent
-    command = [sys.executable, "-m", "benchmarks.step_time", "--json", "--case", name, "--head", head,
-               "--repetitions", str(repetitions)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.step_time",
+        "--json",
+        "--case",
+        name,
+        "--head",
+        head,
+        "--repetitions",
+        str(repetitions),
+    ]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -143,8 +167,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument("--case", choices=[*TIMES, *BYTES], help="measure one case, in this process")
     parser.add_argument("--repetitions", type=int, default=5, help="measured steps of each side (default 5)")
-    parser.add_argument("--head", default="last", choices=("last", "split", "replicated"),
-                        help="where the baseline computes norm, logits and loss (default: on the last stage)")
+    parser.add_argument(
+        "--head",
+        default="last",
+        choices=("last", "split", "replicated"),
+        help="where the baseline computes norm, logits and loss (default: on the last stage)",
+    )
     options = parser.parse_args()
     if options.case:
         results = iter([measure(options.case, options.repetitions, options.head)])
@@ -158,11 +186,17 @@ def main() -> None:
         elif "error" in result:
             print(f"{result['case']}: {result['error']}", flush=True)
         elif "ours_bytes" in result:
-            print(f"{result['case']}: {result['ours_bytes']:,} / {result['baseline_bytes']:,} bytes = "
-                  f"{result['ratio']:.2f} (target {result['target']})  [{result['machine']}]", flush=True)
+            print(
+                f"{result['case']}: {result['ours_bytes']:,} / {result['baseline_bytes']:,} bytes = "
+                f"{result['ratio']:.2f} (target {result['target']})  [{result['machine']}]",
+                flush=True,
+            )
         else:
-            print(f"{result['case']}: {result['ours_s']:.2f} / {result['baseline_s']:.2f} s = {result['ratio']:.2f} "
-                  f"(target {result['target']})  [{result['machine']}]", flush=True)
+            print(
+                f"{result['case']}: {result['ours_s']:.2f} / {result['baseline_s']:.2f} s = {result['ratio']:.2f} "
+                f"(target {result['target']})  [{result['machine']}]",
+                flush=True,
+            )
     sys.exit(failed)
 
 

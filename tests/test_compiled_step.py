@@ -25,7 +25,7 @@ CARRY_BYTES = LENGTH * WIDTH * 4
 
 
 def mesh_of(data, pipe, tensor):
-    return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[:data * pipe * tensor])
+    return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[: data * pipe * tensor])
 
 
 def make(mesh, layers=8, num_microbatches=4, rows=1):
@@ -80,8 +80,10 @@ class Compiled:
     def state_bytes(self):
         """Bytes of the state on one device."""
         shapes = jax.eval_shape(self.layout.pack, list(self.layout.avals))
-        return sum(int(np.prod(sharding.shard_shape(shape.shape))) * shape.dtype.itemsize
-                   for shape, sharding in zip(shapes, self.layout.shardings))
+        return sum(
+            int(np.prod(sharding.shard_shape(shape.shape))) * shape.dtype.itemsize
+            for shape, sharding in zip(shapes, self.layout.shardings)
+        )
 
 
 @functools.cache
@@ -144,8 +146,11 @@ def test_gradients_are_reduced_over_data_once():
     devices = np.arange(8).reshape(2, 2, 2)
     data_groups = {tuple(int(n) for n in devices[:, p, t]) for p in range(2) for t in range(2)}
     over_data = [c for c in step.program.collectives if c.kind == "all-reduce" and data_groups & set(c.groups)]
-    across = [c for c in step.program.collectives if c.kind == "all-reduce"
-              and any(len({d // 4 for d in group}) > 1 for group in c.groups)]
+    across = [
+        c
+        for c in step.program.collectives
+        if c.kind == "all-reduce" and any(len({d // 4 for d in group}) > 1 for group in c.groups)
+    ]
     assert [c.text for c in across if c.loops] == []
     params = [i for i, path in enumerate(step.layout.paths) if ".params" in path]
     arrays = {step.layout.places[i].array for i in params}
@@ -228,5 +233,7 @@ assert np.isfinite(losses).all() and losses[-1] < losses[0], losses
 def test_twenty_steps_of_a_wide_model_do_not_hang():
     root = Path(__file__).resolve().parent.parent
     env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", LONG_RUN], cwd=root, env=env, timeout=400, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LONG_RUN], cwd=root, env=env, timeout=400, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -74,18 +74,27 @@ class Rerolled:
         self.signature: dict[Var, tuple[int, int]] = {
             v: (numbers.setdefault(("leaf", n), len(numbers)), k) for v, (n, k) in self.lane_of_leaf.items()
         }
+        # What depends on no lane is numbered too: each lane may have made its own copy of the same value.
+        free: dict[Var, int] = {}
+
+        def identity(atom: Atom) -> Any:
+            return free.get(atom, atom) if isinstance(atom, Var) else _identity(atom)
+
         for eqn, shape in zip(self.jaxpr.eqns, self.shapes):
             operands = [self.signature.get(a) if isinstance(a, Var) else None for a in eqn.invars]
             touched = {s[1] for s in operands if s is not None}
-            if len(touched) != 1:
+            if len(touched) > 1:
                 continue
-            lane = touched.pop()
             key = (
                 shape,
-                tuple(("lane", s[0]) if s is not None else _identity(a) for a, s in zip(eqn.invars, operands)),
+                tuple(("lane", s[0]) if s is not None else identity(a) for a, s in zip(eqn.invars, operands)),
             )
-            for o, v in enumerate(eqn.outvars):
-                self.signature[v] = (numbers.setdefault((key, o), len(numbers)), lane)
+            made = [numbers.setdefault((key, o), len(numbers)) for o in range(len(eqn.outvars))]
+            if touched:
+                lane = touched.pop()
+                self.signature.update((v, (number, lane)) for v, number in zip(eqn.outvars, made))
+            else:
+                free.update(zip(eqn.outvars, made))
 
     def _find_stacked(self) -> None:
         """Which variables keep the leading `[L]` of a stack, so that they can stay packed."""

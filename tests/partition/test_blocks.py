@@ -1,0 +1,432 @@
+"""Cutting a loss into prologue, equal blocks and epilogue finds the layers and keeps every value."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from merak_jax.models.gpt2 import GPT2, GPT2Config
+from merak_jax.partition.blocks import dependence, find_blocks
+from merak_jax.partition.chains import BATCH, PARAMETER
+from merak_jax.runtime.reroll import lane_leaves
+from merak_jax.tracing.inline import inline
+from merak_jax.tracing.jaxprs import constants_to_inputs, evaluate
+
+W, ROWS = 4, 2
+
+
+def cut(loss, params, batch):
+    """`(graph, flat inputs)` of a loss; the inputs are constants, parameters, batch."""
+    closed = inline(jax.make_jaxpr(lambda p, b: jax.tree.leaves(loss(p, b)))(params, batch))
+    program, constants = constants_to_inputs(closed)
+    kinds = [0] * len(constants) + [PARAMETER] * len(jax.tree.leaves(params)) + [BATCH] * len(jax.tree.leaves(batch))
+    graph = find_blocks(program, dict(zip(program.invars, kinds)))
+    return graph, [*constants, *map(jnp.asarray, jax.tree.leaves((params, batch)))]
+
+
+def run(graph, inputs):
+    """Evaluate prologue, blocks one after another, epilogue: as the pipeline does, without the pipeline."""
+    env = dict(zip(graph.program.invars, inputs))
+    defined = {v for e in graph.program.eqns for v in e.outvars}
+
+    def value(var):
+        if var in env:
+            return env[var]
+        assert var in defined
+        free = make_value(graph.program, var, env)
+        return free
+
+    rows = [env[v] for v in graph.rows_inputs]
+    outputs = {}
+    carry = []
+    if graph.chain is not None:
+        chain = graph.chain
+        started = evaluate(graph.prologue, [], *map(value, graph.prologue_shared), *rows)
+        carry = [jnp.zeros(a.shape, a.dtype) for a in chain.carry_avals]
+        for slot, x in zip(graph.prologue_slots, started, strict=True):
+            carry[slot] = x
+        side = evaluate(graph.side, [], *map(value, graph.side_shared), *rows)
+        shared = [value(v) for v in chain.shared]
+        for k in range(chain.length):
+            raw = [value(s.stack)[k] if s.stack is not None else atom_value(s.values[k], value) for s in chain.slots]
+            lanes = evaluate(chain.lane_prepare, [], *raw, *shared)
+            carry = evaluate(chain.body, [], *carry, *lanes, *shared, *side)
+    found = evaluate(graph.epilogue, [], *carry, *map(value, graph.epilogue_shared), *rows)
+    outputs.update(zip(graph.epilogue_outputs, found, strict=True))
+    return [outputs[n] if n in outputs else atom_value(a, value) for n, a in enumerate(graph.program.outvars)]
+
+
+def atom_value(atom, value):
+    return atom.val if hasattr(atom, "val") else value(atom)
+
+
+def make_value(program, var, env):
+    from merak_jax.tracing.jaxprs import slice_program
+
+    inputs = list(program.invars)
+    return evaluate(slice_program(program.eqns, inputs, [var]), [], *(env[v] for v in inputs))[0]
+
+
+def check(loss, params, batch, length, period=None):
+    """The number of blocks, the number of equations of one, and the values."""
+    graph, inputs = cut(loss, params, batch)
+    found = graph.chain.length if graph.chain is not None else 0
+    assert found == length, f"{found} blocks: {graph}"
+    if period is not None:
+        assert len(graph.chain.body.eqns) == period
+    for actual, expected in zip(run(graph, inputs), jax.tree.leaves(loss(params, batch)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)
+    return graph
+
+
+def weights(*shapes, seed=0):
+    random = np.random.default_rng(seed)
+    return [random.normal(size=s) / 2 for s in shapes]
+
+
+BATCH_X = {"x": np.random.default_rng(9).normal(size=(ROWS, W))}
+
+
+def dense_chain(length):
+    return {"in": weights((W, W))[0], "layers": weights(*[(W, W)] * length, seed=1), "out": weights((W, W), seed=2)[0]}
+
+
+def mlp(params, batch):
+    x = batch["x"] @ params["in"]
+    for w in params["layers"]:
+        x = x + jnp.tanh(x @ w)
+    return jnp.sum((x @ params["out"]) ** 2)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 7])
+def test_unrolled_layers_are_one_block_each(length):
+    graph = check(mlp, dense_chain(length), BATCH_X, length, period=3)
+    assert [a.shape for a in graph.chain.carry_avals] == [(ROWS, W)]
+    assert len(graph.chain.slots) == 1
+    assert graph.prologue_slots == (0,)
+
+
+def test_one_layer_is_no_chain_and_everything_is_epilogue():
+    graph = check(mlp, dense_chain(1), BATCH_X, 0)
+    assert len(graph.epilogue.eqns) == len(graph.program.eqns)
+    assert "no repeated blocks" in str(graph)
+
+
+def test_the_first_layer_that_reads_the_batch_itself_is_peeled():
+    def loss(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x ** 2)
+
+    check(loss, weights(*[(W, W)] * 5), BATCH_X, 4)
+
+
+def test_a_first_block_that_differs_is_peeled():
+    def loss(params, batch):
+        x = batch["x"] @ params["in"]
+        for i, w in enumerate(params["layers"]):
+            x = jnp.tanh(x @ w) * 2.0 if i == 0 else jax.nn.sigmoid(x @ w) + x
+        return jnp.sum(x ** 2)
+
+    check(loss, dense_chain(5), BATCH_X, 4)
+
+
+def test_two_kinds_of_layers_in_turn_are_one_block_of_two():
+    def loss(params, batch):
+        x = batch["x"] @ params["in"]
+        for i, w in enumerate(params["layers"]):
+            x = jnp.tanh(x @ w) if i % 2 else jax.nn.sigmoid(x @ w) + x
+        return jnp.sum((x @ params["out"]) ** 2)
+
+    check(loss, dense_chain(6), BATCH_X, 3)
+
+
+def test_weights_used_by_every_block_are_shared_and_not_lanes():
+    def loss(params, batch):
+        x = batch["x"] @ params["in"]
+        for w in params["layers"]:
+            x = x + jnp.tanh(x @ w) * params["scale"]
+        return jnp.sum((x @ params["out"]) ** 2)
+
+    graph = check(loss, {**dense_chain(3), "scale": weights((W,))[0]}, BATCH_X, 3)
+    assert len(graph.chain.slots) == 1
+    assert [v.aval.shape for v in graph.chain.shared] in ([(W,)], [(1, W)], [(ROWS, W)])
+
+
+def test_one_weight_for_all_layers_is_a_chain_with_shared_weights():
+    def loss(params, batch):
+        x = batch["x"] @ params["in"]
+        for _ in range(4):
+            x = jnp.tanh(x @ params["w"]) + x
+        return jnp.sum(x ** 2)
+
+    graph = check(loss, {"in": weights((W, W))[0], "w": weights((W, W), seed=1)[0]}, BATCH_X, 4)
+    assert graph.chain.slots == ()
+    assert [v.aval.shape for v in graph.chain.shared] == [(W, W)]
+
+
+def test_a_tied_table_is_read_before_and_after_the_blocks():
+    def loss(params, batch):
+        x = params["table"][batch["tokens"]]
+        for w in params["layers"]:
+            x = x + jnp.tanh(x @ w)
+        logits = x @ params["table"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"]).sum()
+
+    params = {"table": weights((9, W))[0], "layers": weights(*[(W, W)] * 3)}
+    graph = check(loss, params, {"tokens": np.array([[1, 2], [8, 0]])}, 3)
+    assert graph.prologue_shared and graph.epilogue_shared
+
+
+def test_a_mask_that_all_blocks_read_is_a_side_input():
+    def loss(params, batch):
+        x = batch["x"] @ params["in"]
+        mask = jnp.where(batch["keep"], 0.0, -5.0)
+        for w in params["layers"]:
+            x = x + jnp.tanh(x @ w + mask)
+        return jnp.sum(x ** 2)
+
+    batch = {**BATCH_X, "keep": np.array([[True, False, True, True]] * ROWS)}
+    graph = check(loss, dense_chain(3), batch, 3)
+    assert len(graph.chain.rows) == 1
+    assert graph.side.outvars
+
+
+def test_a_mask_made_anew_in_every_layer_is_made_once():
+    def loss(params, batch):
+        x = batch["x"] @ params["in"]
+        for w in params["layers"]:
+            x = x + jnp.tanh(x @ w + jnp.where(batch["keep"], 0.0, -5.0))
+        return jnp.sum(x ** 2)
+
+    batch = {**BATCH_X, "keep": np.array([[True, False, True, True]] * ROWS)}
+    graph = check(loss, dense_chain(3), batch, 3)
+    assert sum(e.primitive.name == "select_n" for e in graph.program.eqns) == 1
+
+
+def test_a_value_that_skips_the_chain_travels_with_the_carry():
+    def loss(params, batch):
+        first = x = batch["x"] @ params["in"]
+        for w in params["layers"]:
+            x = x + jnp.tanh(x @ w)
+        return jnp.sum((x @ params["out"]) ** 2 + jnp.sin(first))
+
+    graph = check(loss, dense_chain(3), BATCH_X, 3)
+    assert graph.chain.num_carry == 2
+
+
+def test_a_value_that_every_block_reads_travels_with_the_carry():
+    def loss(params, batch):
+        first = x = batch["x"] @ params["in"]
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w) + first
+        return jnp.sum(x ** 2)
+
+    graph = check(loss, dense_chain(4), BATCH_X, 4 - 1 if chain_is_peeled(loss) else 4)
+    assert graph.chain.num_carry == 2
+
+
+def chain_is_peeled(loss):
+    """Where the carry and the skipping value are the same variable at first, the first block is another one."""
+    graph, _ = cut(loss, dense_chain(4), BATCH_X)
+    return graph.chain.length == 3
+
+
+def test_a_second_carry_that_the_blocks_sum_up_is_found():
+    def loss(params, batch):
+        x, penalty = batch["x"] @ params["in"], 0.0
+        for w in params["layers"]:
+            change = jnp.tanh(x @ w)
+            x, penalty = x + change, penalty + jnp.sum(change ** 2)
+        return jnp.sum(x ** 2) + penalty
+
+    graph, inputs = cut(loss, dense_chain(5), BATCH_X)
+    assert graph.chain.length >= 4
+    np.testing.assert_allclose(run(graph, inputs)[0], loss(dense_chain(5), BATCH_X), rtol=1e-12)
+
+
+def test_a_hidden_value_of_an_inner_block_that_is_returned_keeps_its_value():
+    def loss(params, batch):
+        x, seen = batch["x"] @ params["in"], None
+        for i, w in enumerate(params["layers"]):
+            x = x + jnp.tanh(x @ w)
+            seen = x if i == 1 else seen
+        return jnp.sum(x ** 2), seen
+
+    params = dense_chain(6)
+    graph, inputs = cut(loss, params, BATCH_X)
+    for actual, expected in zip(run(graph, inputs), loss(params, BATCH_X), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12)
+
+
+def test_outputs_that_are_inputs_or_of_the_batch_alone_or_of_the_parameters_alone_keep_their_values():
+    def loss(params, batch):
+        return mlp(params, batch), batch["x"], batch["x"].sum(), params["out"], params["out"].sum(), 3.0
+
+    check(loss, dense_chain(3), BATCH_X, 3)
+
+
+def attention(x, layer):
+    q, k, v = (jnp.tanh(x @ layer[n]) for n in "qkv")
+    return x + jax.nn.softmax(q @ k.T) @ v @ layer["o"]
+
+
+def attention_layers(length):
+    return [dict(zip("qkvo", weights(*[(W, W)] * 4, seed=i))) for i in range(length)]
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_q_k_v_inside_a_layer_are_not_taken_for_layers(length):
+    def loss(params, batch):
+        x = batch["x"] @ params["in"]
+        for layer in params["layers"]:
+            x = attention(x, layer)
+        return jnp.sum(x ** 2)
+
+    graph = check(loss, {**dense_chain(0), "layers": attention_layers(length)}, BATCH_X, length)
+    assert len(graph.chain.slots) == 4
+
+
+def test_q_k_v_of_a_single_layer_are_no_chain():
+    def loss(params, batch):
+        return jnp.sum(attention(batch["x"] @ params["in"], params["layer"]) ** 2)
+
+    check(loss, {"in": weights((W, W))[0], "layer": attention_layers(1)[0]}, BATCH_X, 0)
+
+
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_a_scan_over_stacked_layers_is_a_chain(unroll):
+    def loss(params, batch):
+        def layer(x, w):
+            return x + jnp.tanh(x @ (2 * w)) * params["scale"], None
+
+        x, _ = jax.lax.scan(layer, batch["x"] @ params["in"], params["stack"], unroll=unroll)
+        return jnp.sum(x ** 2)
+
+    params = {"in": weights((W, W))[0], "scale": weights((W,))[0], "stack": weights((5, W, W))[0]}
+    graph = check(loss, params, BATCH_X, 5)
+    assert graph.chain.slots[0].stack is not None
+    assert any(e.primitive.name == "mul" for e in graph.chain.lane_prepare.eqns)
+
+
+@pytest.mark.parametrize("kind", ["over time", "reverse", "uses outputs"])
+def test_a_scan_that_is_not_over_layers_is_kept_whole(kind):
+    def loss(params, batch):
+        def cell(h, x):
+            h = jnp.tanh(h @ params["w"] + x)
+            return h, h
+
+        start = batch["x"] @ params["in"]
+        if kind == "over time":
+            h, _ = jax.lax.scan(cell, start, jnp.broadcast_to(batch["x"], (3, ROWS, W)))
+            return jnp.sum(h ** 2)
+        xs = params["stack"]
+        h, hs = jax.lax.scan(cell, start, xs, reverse=kind == "reverse")
+        return jnp.sum(h ** 2) + (jnp.sum(hs) if kind == "uses outputs" else 0)
+
+    params = {"in": weights((W, W))[0], "w": weights((W, W), seed=1)[0], "stack": weights((3, W))[0]}
+    check(loss, params, BATCH_X, 0)
+
+
+def test_numbers_that_differ_per_layer_are_lanes():
+    def loss(params, batch):
+        x = batch["x"] @ params["in"]
+        for i, w in enumerate(params["layers"]):
+            x = x + jnp.tanh(x @ w) * (0.1 * (i + 1))
+        return jnp.sum(x ** 2)
+
+    graph = check(loss, dense_chain(4), BATCH_X, 4)
+    assert len(graph.chain.slots) == 2
+
+
+def test_casts_and_transposes_of_the_weights_of_each_layer_stay_outside_the_block():
+    def loss(params, batch):
+        x = batch["x"] @ params["in"]
+        for w in params["layers"]:
+            x = x + jnp.tanh(x @ w.T.astype(jnp.float32).astype(jnp.float64))
+        return jnp.sum(x ** 2)
+
+    graph = check(loss, dense_chain(3), BATCH_X, 3)
+    assert not any(e.primitive.name in ("transpose", "convert_element_type") for e in graph.chain.body.eqns)
+    (group,) = lane_leaves(graph.program, [s.values for s in graph.chain.slots])
+    assert len(set(group)) == 3 and set(group) <= set(graph.program.invars)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("length", [2, 4])
+def test_the_layers_of_gpt2_are_blocks_of_equal_shape(length, scan_layers):
+    config = GPT2Config(vocab_size=16, max_length=8, num_layers=length, num_heads=2, width=8, scan_layers=scan_layers,
+                        dtype=jnp.float64, param_dtype=jnp.float64)
+    model = GPT2(config)
+    tokens = np.random.default_rng(0).integers(0, 16, (2, 5))
+    params = jax.jit(model.init)(jax.random.key(0), tokens)
+
+    def loss(params, batch):
+        logits = model.apply(params, batch)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch).mean()
+
+    graph = check(jax.jit(loss), params, tokens, length)
+    assert [a.shape for a in graph.chain.carry_avals] == [(2, 5, 8)]
+    assert graph.chain.source
+
+
+def test_a_model_of_flax_dense_layers_names_the_users_line_as_the_source():
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(4):
+                x = nn.tanh(nn.Dense(W, param_dtype=jnp.float64)(x))
+            return x
+
+    params = Layers().init(jax.random.key(0), BATCH_X["x"])
+    graph = check(lambda p, b: jnp.sum(Layers().apply(p, b["x"]) ** 2), params, BATCH_X, 3)
+    assert __file__ in graph.chain.source
+
+
+def test_dependence_is_the_union_of_what_the_operands_depend_on():
+    closed = inline(jax.make_jaxpr(lambda p, b: (p * 2, b + 1, p * b, jnp.zeros(())))(1.0, 2.0))
+    program, _ = constants_to_inputs(closed)
+    domain = dependence(program, dict(zip(program.invars, [PARAMETER, BATCH])))
+    assert [domain[v] for v in program.outvars[:3]] == [PARAMETER, BATCH, PARAMETER | BATCH]
+
+
+OPERATIONS = {
+    "residual": lambda x, w, extra: x + jnp.tanh(x @ w),
+    "plain": lambda x, w, extra: jnp.tanh(x @ w),
+    "gate": lambda x, w, extra: x * jax.nn.sigmoid(x @ w.T) + 0.5,
+    "norm": lambda x, w, extra: (x - x.mean(-1, keepdims=True)) * w[0],
+    "mask": lambda x, w, extra: jnp.where(extra["mask"] > 0, x, x @ w),
+    "shared": lambda x, w, extra: x @ extra["shared"] + w[1],
+    "attention": lambda x, w, extra: x + jax.nn.softmax((x @ w) @ (x @ w.T).T) @ x,
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(block=st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4), length=st.integers(1, 5),
+       before=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=2),
+       after=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=2), skip=st.booleans(), hidden=st.booleans())
+def test_random_chains_of_random_blocks_keep_their_values(block, length, before, after, skip, hidden):
+    operations = [*before, *block * length, *after]
+    params = {"in": weights((W, W))[0], "layers": weights(*[(W, W)] * len(operations), seed=3), "shared": weights((W, W), seed=4)[0]}
+    batch = {**BATCH_X, "mask": np.array([[1, 0, 1, 0]] * ROWS)}
+
+    def loss(params, batch):
+        first = x = batch["x"] @ params["in"]
+        middle = x
+        for i, (name, w) in enumerate(zip(operations, params["layers"])):
+            x = OPERATIONS[name](x, w, {"mask": batch["mask"], "shared": params["shared"]})
+            middle = x if i == len(operations) // 2 else middle
+        total = jnp.sum(jnp.cos(x))
+        total += jnp.sum(first) if skip else 0
+        return (total, middle) if hidden else (total, x)
+
+    graph, inputs = cut(loss, params, batch)
+    if length >= 2 and not hidden:
+        assert graph.chain is not None
+    for actual, expected in zip(run(graph, inputs), jax.tree.leaves(loss(params, batch)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
