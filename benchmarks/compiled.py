@@ -24,6 +24,7 @@ OVERLAP = {
     "xla_gpu_enable_analytical_latency_estimator": True,
     "xla_gpu_dot_merger_threshold_mb": 0,
     "xla_disable_hlo_passes": "collective-permute-motion",
+    "xla_gpu_enable_triton_gemm": False,
 }
 
 

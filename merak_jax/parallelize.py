@@ -15,8 +15,9 @@ from merak_jax.errors import BatchError, PlanError
 from merak_jax.mesh import check_mesh, make_mesh
 from merak_jax.planning.describe import describe
 from merak_jax.planning.plan import SCHEDULES, Plan, make_table
+from merak_jax.runtime.build import build
 from merak_jax.runtime.initialise import initialise
-from merak_jax.runtime.program import StepProgram, build
+from merak_jax.runtime.program import StepProgram
 from merak_jax.runtime.state import DeferredState, PackedState, shapes_key
 from merak_jax.tracing.microbatch import rows_to_trace
 from merak_jax.tracing.step import abstract, batch_rows, trace, unwrap

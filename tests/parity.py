@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import merak_jax
 from merak_jax.models.gpt2 import GPT2, GPT2Config, next_token_loss
-from tests.helper import Run, assert_same_as_single_device, run_on_one_device
+from tests.helper import Differences, Run, assert_same_as_single_device, run_on_one_device, worst_leaf
 
 MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (1, 4, 2), (1, 2, 4), (2, 4, 1), (1, 8, 1))
 MICROBATCHES = ("1", "P-1", "P", "8")
@@ -120,13 +120,13 @@ def make_model(depth: int = 3, layers: str = "unrolled", head: str = "tied", pre
                            dtype=dtype, param_dtype=param_dtype))
 
 
-def state_maker(model: GPT2, state_class: type[TrainState] = TrainState, **fields):
-    """`make_state(tx)` for a model: weights and biases of about 0.1 and scales of about 1, so that no gradient is tiny."""
+def state_maker(model: GPT2, state_class: type[TrainState] = TrainState, size: float = 0.1, **fields):
+    """`make_state(tx)` for a model: weights and biases of about `size` and scales of about 1, so that no gradient is tiny."""
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))["params"]
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
-        return jnp.asarray((path[-1].key == "scale") + 0.1 * rng.standard_normal(leaf.shape), leaf.dtype)
+        return jnp.asarray((path[-1].key == "scale") + size * rng.standard_normal(leaf.shape), leaf.dtype)
 
     params = jax.tree_util.tree_map_with_path(draw, shapes)
     return lambda tx: state_class.create(apply_fn=model.apply, params=params, tx=tx, **fields)
@@ -158,6 +158,17 @@ def make_batch(n: int, rows: int = 16, data: int = 1, num_microbatches: int = 1,
     return {"tokens": tokens[0], "targets": tokens[1], "mask": valid.astype(dtype)}
 
 
+def make_coherent_batch(n: int, rows: int = 4, **_):
+    """A batch for bfloat16: few tokens and one target, so that the terms of a gradient add up instead of cancelling.
+
+    XLA:CPU sums the bfloat16 terms of a bias gradient in bfloat16. With 16 x 8 tokens and random targets, one device that gets
+    the same rows in another order differs from itself by 4 to 10 % in its worst leaf; with 4 x 4 tokens and one target, by
+    1.5 %. `reordering_noise` measures it.
+    """
+    batch = {name: value[:, :4] for name, value in make_batch(n, rows, dtype=jnp.float32).items()}
+    return {**batch, "targets": np.full_like(batch["targets"], 7), "mask": np.ones_like(batch["mask"])}
+
+
 def make_optimizer(name: str) -> optax.GradientTransformation:
     """Plain SGD, or a usual chain: clipping by global norm, warm-up and cosine decay, no weight decay on biases and norms."""
     if name == "sgd":
@@ -170,15 +181,10 @@ def make_optimizer(name: str) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, eps=1e-3, weight_decay=0.1, mask=decayed))
 
 
-def _batches(cell: Cell):
-    dtype = jnp.float64 if cell.precision == "float64" else jnp.float32
-    return functools.partial(make_batch, rows=cell.rows, data=cell.mesh[0], num_microbatches=cell.num_microbatches,
-                             mask=cell.mask, dtype=dtype)
-
-
 @functools.cache
 def _maker(depth: int, layers: str, head: str, precision: str):
-    return state_maker(make_model(depth, layers, head, precision))
+    size = 0.02 if "bfloat16" in precision else 0.1
+    return state_maker(make_model(depth, layers, head, precision), size=size)
 
 
 @functools.cache
@@ -190,15 +196,41 @@ def _optimizer(name: str) -> optax.GradientTransformation:
 _reference_step = jax.jit(train_step)
 
 
+def _setting(cell: Cell) -> tuple:
+    """What both runs of a cell get: state maker, batch maker, optimizer."""
+    if "bfloat16" in cell.precision:
+        batches = functools.partial(make_coherent_batch, rows=max(4, cell.mesh[0] * cell.num_microbatches))
+    else:
+        batches = functools.partial(
+            make_batch, rows=cell.rows, data=cell.mesh[0], num_microbatches=cell.num_microbatches, mask=cell.mask,
+            dtype=PRECISIONS[cell.precision][0])
+    return _maker(cell.depth, cell.layers, cell.head, cell.precision), batches, _optimizer(cell.optimizer)
+
+
 def reference(cell: Cell) -> Run:
     """The single-device run of a cell."""
-    maker = _maker(cell.depth, cell.layers, cell.head, cell.precision)
-    return run_on_one_device(_reference_step, maker, _batches(cell), _optimizer(cell.optimizer))
+    maker, batches, optimizer = _setting(cell)
+    return run_on_one_device(_reference_step, maker, batches, optimizer)
 
 
-def check(cell: Cell):
+def reordering_noise(cell: Cell) -> float:
+    """How much the gradients of one device depend on the order of the rows of the batch: worst leaf over three orders."""
+    maker, batches, optimizer = _setting(cell)
+    expected, worst = reference(cell).gradients, 0.0
+    for seed in range(3):
+        def reordered(n, seed=seed):
+            batch = batches(n)
+            order = np.random.default_rng(seed).permutation(len(batch["tokens"]))
+            return {name: value[order] for name, value in batch.items()}
+
+        run = run_on_one_device(_reference_step, maker, reordered, optimizer, steps=1)
+        worst = max(worst, worst_leaf(run.gradients, expected)[0])
+    return worst
+
+
+def check(cell: Cell) -> Differences:
     """Assert parity for a cell; the differences found."""
+    maker, batches, optimizer = _setting(cell)
     return assert_same_as_single_device(
-        train_step, _maker(cell.depth, cell.layers, cell.head, cell.precision), _batches(cell), mesh_of(*cell.mesh),
-        optimizer=_optimizer(cell.optimizer), precision=cell.precision.removeprefix("all "), expected=reference(cell),
-        num_microbatches=cell.num_microbatches, schedule=cell.schedule)
+        train_step, maker, batches, mesh_of(*cell.mesh), optimizer=optimizer, precision=cell.precision.removeprefix("all "),
+        expected=reference(cell), num_microbatches=cell.num_microbatches, schedule=cell.schedule)

@@ -31,7 +31,10 @@ class MLP(nn.Module):
         return nn.Dense(CLASSES, param_dtype=jnp.float64, name="head")(x)
 
 
-def state_maker(model=MLP(), change=lambda params: params):
+TWO_LAYERS = MLP()
+
+
+def state_maker(model=TWO_LAYERS, change=lambda params: params):
     def make_state(tx):
         params = change(model.init(jax.random.key(0), jnp.zeros((1, WIDTH)))["params"])
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)

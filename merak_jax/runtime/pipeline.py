@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from merak_jax.partition.blocks import BlockGraph
 from merak_jax.partition.lanes import LaneLayout
+from merak_jax.runtime.microbatches import Run
 from merak_jax.runtime.rows import rows_back, rows_first
-from merak_jax.runtime.stage import Stage, accumulator_dtype, is_differentiable, merge, put, select, take
+from merak_jax.runtime.stage import Stage, accumulator_dtype, merge, put, select, take
 from merak_jax.schedules.ticks import NONE, TickTable
 from merak_jax.tracing.jaxprs import evaluate
 from merak_jax.tracing.microbatch import Batched, Partial, Shared
@@ -66,8 +67,8 @@ class Pipeline:
                 x.reshape(self.num_microbatches, size, *x.shape[1:]) if isinstance(s, Batched) else x[None]
                 for x, s in zip(rows, statuses)
             ]
-            run = _Run(self, lanes, shared, rows)
-            outputs, lane_sums, shared_sums = run.plain() if self.table is None else run.ticks()
+            run = _WholeRun if self.table is None else _TickRun
+            outputs, lane_sums, shared_sums = run(self, lanes, shared, rows).gradients()
             sums = [o for o, s in zip(outputs, self.output_status) if isinstance(s, Partial)]
             if data > 1:
                 lane_sums, shared_sums, sums = lax.psum((lane_sums, shared_sums, sums), "data")
@@ -93,41 +94,37 @@ class Pipeline:
         return outputs, lane_sums, shared_sums
 
 
-class _Run:
-    """One trace of the pipeline on a data shard: the values that all ticks read."""
+class _WholeRun(Run):
+    """A run on one stage: the loss as the user wrote it, F and B of a microbatch after each other."""
+
+    def gradients(self):
+        """The loss and its gradient with all blocks on one stage."""
+
+        def loss(shared_part, m):
+            return self.epilogue([], merge(self.wanted, shared_part, self.shared), self.microbatch(m))
+
+        gradient = jax.value_and_grad(loss, has_aux=True)
+
+        def body(state, m):
+            outputs, sums = state
+            (_, new), gradients = gradient(select(self.wanted, self.shared), m)
+            return (self.collect(outputs, new, m), self.add_shared(sums, gradients)), None
+
+        state = (self.zero_outputs(), self.zero_shared_sums())
+        state, _ = lax.scan(body, state, jnp.arange(self.p.num_microbatches))
+        return self.finish(state[0]), [], state[1]
+
+
+class _TickRun(Run):
+    """A run by a tick table: one scan per phase, one `shard_map` over `pipe` per kind of task."""
 
     def __init__(self, pipeline: Pipeline, lanes, shared, rows):
-        self.p, self.graph, self.lanes, self.shared, self.rows = pipeline, pipeline.graph, lanes, shared, rows
-        self.value_of = dict(zip(pipeline.shared, shared))
-        self.data = pipeline.mesh.shape["data"]
-        self.first_shard = lax.axis_index("data") == 0 if self.data > 1 else None
-        self.stages = pipeline.mesh.shape["pipe"]
-        chain = self.graph.chain
-        if chain is not None:
-            shared_gradient = dict(zip(pipeline.shared, pipeline.shared_gradient))
-            self.stage = Stage(
-                chain, pipeline.lane_gradient, tuple(shared_gradient[v] for v in chain.shared), self.constrain_lane_sums
-            )
-        self.wanted = pipeline.shared_gradient
-
-    # Values of one microbatch.
-
-    def microbatch(self, m) -> list[Any]:
-        """The rows inputs of microbatch `m`, at microbatch shape."""
-        feed = iter(self.rows)
-        first = m == 0
-        if self.first_shard is not None:
-            first = first & self.first_shard
-
-        def rows(status):
-            value = take(next(feed), m)
-            return rows_back(value, status) if isinstance(status, Batched) else value
-
-        return [first if status is None else rows(status) for status in self.p.rows_status]
-
-    def values(self, variables, shared=None) -> list[Any]:
-        value_of = self.value_of if shared is None else dict(zip(self.p.shared, shared))
-        return [value_of[v] for v in variables]
+        super().__init__(pipeline, lanes, shared, rows)
+        chain = self.graph.blocks
+        gradient = dict(zip(pipeline.shared, pipeline.shared_gradient))
+        self.stage = Stage(
+            chain, pipeline.lane_gradient, tuple(gradient[v] for v in chain.shared), self.constrain_lane_sums
+        )
 
     def prologue(self, shared, rows) -> list[Any]:
         """The first carry of a microbatch."""
@@ -142,87 +139,18 @@ class _Run:
         """What the blocks read of a microbatch besides the carry."""
         return evaluate(self.graph.side, [], *self.values(self.graph.side_shared), *rows)
 
-    def epilogue(self, carry, shared, rows) -> tuple[Any, list[Any]]:
-        """`(loss, all outputs)` of a microbatch."""
-        outputs = evaluate(self.graph.epilogue, [], *carry, *self.values(self.graph.epilogue_shared, shared), *rows)
-        return outputs[0], outputs
-
-    # Sharding of what is accumulated.
-
-    def _constrain(self, value, spec):
-        if all(self.p.mesh.shape[a] == 1 for a in ("pipe", "tensor")):
-            return value
-        context = jax.sharding.get_abstract_mesh()
-        return lax.with_sharding_constraint(value, NamedSharding(self.p.mesh if context.empty else context, spec))
-
     def constrain_lane_sums(self, sums, inside_pipe: bool = True):
         """Keep the accumulators of lane gradients split as their parameters are."""
         specs = [spec for spec, yes in zip(self.p.lane_specs, self.p.lane_gradient) if yes]
         if self.p.mesh.shape["tensor"] == 1 and inside_pipe:
             return sums
-        return [self._constrain(x, P(*spec[1:]) if inside_pipe else spec) for x, spec in zip(sums, specs)]
-
-    def constrain_shared_sums(self, sums):
-        """Keep the accumulators of shared gradients split as the shared values are."""
-        return [self._constrain(x, spec) for x, spec in zip(sums, select(self.wanted, self.p.shared_specs))]
-
-    def zero_shared_sums(self) -> list[Any]:
-        return self.constrain_shared_sums(
-            [jnp.zeros(v.shape, accumulator_dtype(v.dtype)) for v in select(self.wanted, self.shared)]
-        )
+        return [self.constrain(x, P(*spec[1:]) if inside_pipe else spec) for x, spec in zip(sums, specs)]
 
     def zero_lane_sums(self) -> list[Any]:
         sums = [jnp.zeros(x.shape, accumulator_dtype(x.dtype)) for x in select(self.p.lane_gradient, self.lanes)]
         return self.constrain_lane_sums(sums, inside_pipe=False)
 
-    def zero_outputs(self) -> list[Any]:
-        """Sums start at zero; rows are collected per microbatch."""
-        avals = [a.aval for a in self.graph.epilogue.outvars]
-        return [
-            jnp.zeros(aval.shape, _sum_dtype(aval.dtype))
-            if isinstance(status, Partial)
-            else jnp.zeros((self.p.num_microbatches, *_rows_shape(aval, status)), aval.dtype)
-            for aval, status in zip(avals, self.p.output_status)
-        ]
-
-    def collect(self, outputs, new, m, valid=None) -> list[Any]:
-        """Add one microbatch's outputs to what is collected."""
-        result = []
-        for total, value, status in zip(outputs, new, self.p.output_status):
-            if isinstance(status, Partial):
-                value = value.astype(total.dtype)
-                result.append(total + (value if valid is None else jnp.where(valid, value, jnp.zeros_like(value))))
-            else:
-                rows = rows_first(value, status, total.shape[1])
-                result.append(put(total, rows if valid is None else jnp.where(valid, rows, take(total, m)), m))
-        return result
-
-    def finish(self, outputs) -> list[Any]:
-        """Outputs in the types of the loss."""
-        return [o.astype(a.aval.dtype) for o, a in zip(outputs, self.graph.epilogue.outvars)]
-
-    # One stage: nothing to pipeline. The loss runs as the user wrote it, F and B of a microbatch follow each other.
-
-    def plain(self):
-        """The loss and its gradient with all blocks on one stage."""
-
-        def loss(shared_part, m):
-            return self.epilogue([], merge(self.wanted, shared_part, self.shared), self.microbatch(m))
-
-        gradient = jax.value_and_grad(loss, has_aux=True)
-
-        def body(state, m):
-            outputs, sums = state
-            (_, new), gradients = gradient(select(self.wanted, self.shared), m)
-            return (self.collect(outputs, new, m), self._add_shared(sums, gradients)), None
-
-        state = (self.zero_outputs(), self.zero_shared_sums())
-        state, _ = lax.scan(body, state, jnp.arange(self.p.num_microbatches))
-        return self.finish(state[0]), [], state[1]
-
-    # Several stages: merged ticks.
-
-    def ticks(self):
+    def gradients(self):
         """The loss and its gradient by the tick table: one scan per phase."""
         table, chain = self.p.table, self.graph.blocks
         assert table is not None
@@ -250,7 +178,7 @@ class _Run:
         state["arrived"] = [empty_buffer((*lead, *a.shape), a.dtype) for a in chain.carry_avals]
         state["returned"] = [empty_buffer((*lead, *a.shape), a.dtype) for a in select(floats, chain.carry_avals)]
         for name in ("stash", "inbox", "block_shared", "arrived", "returned"):
-            state[name] = [self._constrain(x, P("pipe")) for x in state[name]]
+            state[name] = [self.constrain(x, P("pipe")) for x in state[name]]
         tables = _columns(table)
         for phase in table.phases:
             columns = {name: column[phase.start : phase.stop] for name, column in tables.items()}
@@ -350,13 +278,8 @@ class _Run:
         _, pull, new = jax.vjp(loss, select(floats, carry), select(self.wanted, self.shared), has_aux=True)
         cotangent, d_shared = pull(jnp.ones((), self.graph.epilogue.outvars[0].aval.dtype))
         state["outputs"] = self.collect(state["outputs"], new, m, valid)
-        state["shared"] = self._add_shared(state["shared"], d_shared, valid)
+        state["shared"] = self.add_shared(state["shared"], d_shared, valid)
         return cotangent
-
-    def _add_shared(self, sums, gradients, valid=None):
-        if valid is not None:
-            gradients = [jnp.where(valid, g, jnp.zeros_like(g)) for g in gradients]
-        return self.constrain_shared_sums([a + g.astype(a.dtype) for a, g in zip(sums, gradients)])
 
     def _store_epilogue(self, inbox, cotangent, column):
         last = self.stages - 1
@@ -417,7 +340,7 @@ class _Run:
             return select(floats, self.prologue(merge(self.wanted, shared_part, self.shared), rows))
 
         _, pull = jax.vjp(prologue, select(self.wanted, self.shared))
-        state["shared"] = self._add_shared(state["shared"], pull(first)[0])
+        state["shared"] = self.add_shared(state["shared"], pull(first)[0])
         return sent
 
     def _receive(self, buffers, values, slots, place: tuple[int, ...]):
@@ -483,16 +406,3 @@ def _store(buffers, values, slot):
     """Write `values` at `slot` of `buffers`; nothing where `slot` is negative."""
     at = jnp.maximum(slot, 0)
     return [put(b, jnp.where(slot >= 0, x, take(b, at)), at) for b, x in zip(buffers, values)]
-
-
-def _sum_dtype(dtype) -> Any:
-    return accumulator_dtype(dtype) if is_differentiable(jax.ShapeDtypeStruct((), dtype)) else dtype
-
-
-def _rows_shape(aval, status: Batched) -> tuple[int, ...]:
-    """Shape of a value with its rows in front."""
-    rows = aval.shape[status.axis] // (status.outer * status.inner)
-    if status.axis == 0 and status.outer == status.inner == 1:
-        return aval.shape
-    rest = (*aval.shape[: status.axis], status.outer, status.inner, *aval.shape[status.axis + 1 :])
-    return (rows, *rest)

@@ -1,139 +1,25 @@
-"""Build the whole parallel step from its parts: layouts, the pipelined loss, the re-rolled update."""
+"""The whole parallel step: packed states in, the pipelined loss, the re-rolled update, packed states out."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
-from jax.sharding import Mesh
 
-from merak_jax.errors import NoRepeatedBlocksError, NotSeparableError, PlanError, TraceError
-from merak_jax.partition.blocks import BlockGraph, dependence, find_blocks
-from merak_jax.partition.blocks import whole as whole_loss
-from merak_jax.partition.chains import BATCH, PARAMETER
-from merak_jax.partition.lanes import LaneLayout, even_counts
-from merak_jax.runtime.groups import find_state_groups, stack_leaves
+from merak_jax.partition.lanes import LaneLayout
+from merak_jax.runtime.loss import LossProgram
 from merak_jax.runtime.pipeline import Pipeline
-from merak_jax.runtime.reroll import Evaluation, Rerolled, lane_leaves
-from merak_jax.runtime.sharding import Shardings, choose_shardings
-from merak_jax.runtime.stage import is_differentiable
+from merak_jax.runtime.reroll import Evaluation, Rerolled
+from merak_jax.runtime.sharding import Shardings
+from merak_jax.runtime.stage import is_differentiable, merge, select
 from merak_jax.runtime.state import StateLayout
 from merak_jax.schedules.ticks import TickTable
-from merak_jax.tracing.inline import make_jaxpr
-from merak_jax.tracing.jaxprs import constants_to_inputs, evaluate
-from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch
+from merak_jax.tracing.jaxprs import evaluate
 from merak_jax.tracing.step import TracedStep
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LossInput:
-    """Where an input of the pipelined loss comes from: `kind` is constant, operand, precomputed or flag; `index` in it."""
-
-    kind: str
-    index: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LossProgram:
-    """The microbatched loss as blocks, and what each of its inputs is.
-
-    `graph` is what runs; `found` has the blocks also where one stage runs the loss as the user wrote it.
-    """
-
-    loss: MicrobatchedLoss
-    graph: BlockGraph
-    found: BlockGraph
-    constants: tuple[Any, ...]
-    inputs: dict[Var, LossInput]
-    rows_status: dict[Var, Any]
-
-
-def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> LossProgram:
-    """Prove that the loss can be computed in microbatches of `rows` rows, and cut it into blocks.
-
-    `micro`: the step traced at `rows_to_trace` rows.
-    """
-    operands, micro_operands = full.equation.invars, micro.equation.invars
-    depends = outer_dependence(full)
-    whole = full.rows == rows
-    statuses: list[Any] = []
-    domains: list[Domain] = []
-    for n, (a, b) in enumerate(zip(operands, micro_operands)):
-        bits = depends[a] if isinstance(a, Var) else 0
-        statuses.append(_operand_status(full, n, a, b))
-        if bits & BATCH and (isinstance(statuses[-1], Batched) or whole):
-            domains.append(Domain.BATCH)
-        else:
-            # What the step made of the whole batch beforehand (a token count) is a constant for the loss.
-            domains.append(Domain.CONSTANT if bits & BATCH else Domain(bits & PARAMETER))
-    _check_loss_reads(full, domains)
-    proved = microbatch(
-        full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=rows, rows_traced=micro.rows
-    )
-    program, constants = constants_to_inputs(proved.pipeline)
-    count = len(operands)
-    inputs: dict[Var, LossInput] = {}
-    domain: dict[Var, int] = {}
-    rows_status: dict[Var, Any] = {}
-    kinds = [LossInput("constant", n) for n in range(len(constants))]
-    kinds += [LossInput("operand", n) for n in range(count)]
-    kinds += [LossInput("precomputed", n) for n in range(len(program.invars) - len(kinds) - 1)]
-    kinds += [LossInput("flag", 0)]
-    pipeline_status = [Shared()] * len(constants) + list(proved.pipeline_status)
-    pipeline_domain = [Domain.CONSTANT] * len(constants) + list(proved.pipeline_domain)
-    for var, kind, status, dom in zip(program.invars, kinds, pipeline_status, pipeline_domain):
-        inputs[var] = kind
-        rows = kind.kind == "flag" or isinstance(status, Batched) or (whole and dom == Domain.BATCH)
-        domain[var] = BATCH if rows else int(dom) & PARAMETER
-        if rows:
-            rows_status[var] = None if kind.kind == "flag" else status
-    found = find_blocks(program, domain)
-    graph = found if stages > 1 else whole_loss(found, domain)
-    # Merging equal equations keeps the inputs, so `inputs` stays valid for the graph's program.
-    return LossProgram(proved, graph, found, tuple(constants), inputs, rows_status)
-
-
-def _check_loss_reads(full: TracedStep, domains: Sequence[Domain]) -> None:
-    """Raise TraceError unless the loss reads both the batch and what it is differentiated by."""
-    jaxpr, source = full.loss.jaxpr, full.equation.params["source"]
-    inputs = {v: 0 for v in jaxpr.constvars}
-    for n, (v, domain) in enumerate(zip(jaxpr.invars, domains)):
-        inputs[v] = (BATCH if domain & Domain.BATCH else 0) | (PARAMETER if n >= full.num_loss_constants else 0)
-    loss = jaxpr.outvars[0]
-    bits = dependence(jaxpr, inputs)[loss] if isinstance(loss, Var) else 0
-    if not bits & PARAMETER:
-        raise TraceError(f"the loss differentiated at {source} does not read the parameters it is differentiated by")
-    if not bits & BATCH:
-        raise TraceError(
-            f"the loss differentiated at {source} does not read the batch argument of the train step; pass the "
-            "batch as an argument instead of capturing it"
-        )
-
-
-def outer_dependence(traced: TracedStep) -> dict[Var, int]:
-    """For each variable of the step whether it depends on the batch and on anything else the caller gives."""
-    jaxpr = traced.jaxpr.jaxpr
-    domain = {v: 0 for v in jaxpr.constvars}
-    batch = {n for n, rows in enumerate(traced.leaf_rows) if rows}
-    domain.update((v, BATCH if n in batch else PARAMETER) for n, v in enumerate(jaxpr.invars))
-    return dependence(jaxpr, domain)
-
-
-def _operand_status(full: TracedStep, n: int, a: Any, b: Any) -> Any:
-    """Batched along the axis whose size follows the batch; a value with no such axis is the same for all microbatches."""
-    if full.rows == 0 or a.aval.shape == b.aval.shape:
-        return Shared()
-    axes = [d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape)) if x != y]
-    if len(axes) == 1 and a.aval.shape[axes[0]] == full.rows:
-        return Batched(axes[0])
-    raise NotSeparableError(
-        f"a value {a.aval.str_short()} computed before the gradient call mixes the batch with other dimensions (axes {axes}); "
-        "compute it inside the loss, or keep the batch as an axis of its own"
-    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,7 +51,7 @@ class StepProgram:
         before = self.update.start(
             [lanes.get(g) for g in self.update.lanes], [stacks.get(v) for v in self.update.stacks], whole
         )
-        outputs, gradients = self._loss_and_gradients(before, operands)
+        outputs, gradients = self._loss_and_gradients(before)
         results = traced.equation.outvars
         count = len(results) - (len(operands) - traced.num_loss_constants)
         whole.update(zip(results[:count], outputs))
@@ -206,121 +92,42 @@ class StepProgram:
                     lanes[tuple(leaves[argument][i] for i in members)] = value
         return lanes, stacks, whole
 
-    def _loss_and_gradients(self, before: Evaluation, operands):
+    def _loss_and_gradients(self, before: Evaluation):
         """The loss's outputs over the whole batch, and the gradients by group, stack or variable of the step."""
-        traced, loss, pipeline = self.traced, self.loss, self.pipeline
-        num_constants = traced.num_loss_constants
-        program = loss.graph.program
-
-        def operand_of(var: Var) -> Any:
-            source = loss.inputs[var]
-            return source.index if source.kind == "operand" else None
-
-        full_operands = [
-            before.whole(a) if not isinstance(a, Var) or n < num_constants and self._is_read_whole(n) else None
-            for n, a in enumerate(operands)
-        ]
-        precomputed = (
-            evaluate(loss.loss.precompute.jaxpr, loss.loss.precompute.consts, *full_operands)
-            if loss.loss.precompute.jaxpr.outvars
-            else []
-        )
-
-        def value(var: Var) -> Any:
-            source = loss.inputs[var]
-            if source.kind == "constant":
-                return loss.constants[source.index]
-            if source.kind == "precomputed":
-                return precomputed[source.index]
-            return before.whole(operands[source.index])
-
-        def group_value(group) -> Any:
-            if loss.inputs[group[0]].kind == "constant":
-                return self.lanes.pack([loss.constants[loss.inputs[v].index] for v in group])
-            return before.packed([operands[operand_of(v)] for v in group])
-
-        lanes = [group_value(g) for g in self.lane_groups]
-        stacks = [
-            before.packed_stack(operands[operand_of(v)])
-            if operand_of(v) is not None
-            else self.lanes.pack_stack(jnp.asarray(value(v)))
-            for v in self.stack_inputs
-        ]
-        in_groups = {v for g in self.lane_groups for v in g} | set(self.stack_inputs)
-        rows_vars = [v for v in loss.graph.rows_inputs if loss.inputs[v].kind != "flag"]
-        single = [v for v in program.invars if v not in in_groups and v not in loss.rows_status and self._reads(v)]
-        whole = {v: value(v) for v in single}
-        batch = [value(v) for v in rows_vars]
-
-        def wanted(var: Var) -> bool:
-            index = operand_of(var)
-            return index is not None and index >= num_constants and is_differentiable(var.aval)
-
-        parts = (
-            [wanted(g[0]) for g in self.lane_groups],
-            [wanted(v) for v in self.stack_inputs],
-            [wanted(v) for v in single],
-        )
-        given = (lanes, stacks, [whole[v] for v in single])
-        chosen = tuple([x for x, yes in zip(values, flags) if yes] for values, flags in zip(given, parts))
+        inputs = _LossInputs(self, before)
+        graph, pipeline = self.loss.graph, self.pipeline
+        given, wanted = inputs.prepared()
+        chosen = tuple(select(flags, values) for flags, values in zip(wanted, given))
 
         def prepare(chosen):
-            filled = [_fill(values, flags, part) for values, flags, part in zip(given, parts, chosen)]
-            ev = self.prepare.start(filled[0], filled[1], dict(zip(single, filled[2])))
+            """What depends on parameters only, once per step: lane operands, shared values, outputs without the batch."""
+            lanes, stacks, single = (merge(f, c, v) for f, c, v in zip(wanted, chosen, given))
+            ev = self.prepare.start(lanes, stacks, dict(zip(inputs.single, single)))
             lane_values = self._lane_operands(ev)
             shared_values = [ev.whole(v) for v in pipeline.shared]
-            differentiable = (
-                [x for x, yes in zip(lane_values, pipeline.lane_gradient) if yes],
-                [x for x, yes in zip(shared_values, pipeline.shared_gradient) if yes],
-            )
-            # Gradients of what is only returned (a parameter norm among the metrics) are not asked for.
-            rest = [
-                ev.whole(a) if n not in loss.graph.epilogue_outputs and not self._is_rows_output(a) else None
-                for n, a in enumerate(program.outvars)
-            ]
-            return differentiable, (lane_values, shared_values, rest)
+            rest = {n: ev.whole(a) for n, a in enumerate(graph.program.outvars) if self._is_prepared_output(n)}
+            made = (select(pipeline.lane_gradient, lane_values), select(pipeline.shared_gradient, shared_values))
+            return made, (lane_values, shared_values, rest)
 
         made, pull, (lane_values, shared_values, rest) = jax.vjp(prepare, chosen, has_aux=True)
         lane_values = self.shardings.constrain(lane_values, pipeline.lane_specs)
         shared_values = self.shardings.constrain(shared_values, pipeline.shared_specs)
-        pipelined, lane_sums, shared_sums = pipeline(lane_values, shared_values, batch)
-        cotangent = (
-            [s.astype(m.dtype) for s, m in zip(lane_sums, made[0])],
-            [s.astype(m.dtype) for s, m in zip(shared_sums, made[1])],
+        batch = [inputs.value(v) for v in graph.rows_inputs if self.loss.inputs[v].kind != "flag"]
+        pipelined, *sums = pipeline(lane_values, shared_values, batch)
+        (gradients,) = pull(jax.tree.map(lambda s, m: s.astype(m.dtype), tuple(sums), made))
+        piped = dict(zip(graph.epilogue_outputs, pipelined))
+        outputs = [
+            piped[n] if n in piped else rest[n] if n in rest else inputs.value(a)
+            for n, a in enumerate(graph.program.outvars)
+        ]
+        return outputs, inputs.by_result(wanted, gradients)
+
+    def _is_prepared_output(self, n: int) -> bool:
+        """Whether an output of the loss comes from parameters and constants alone."""
+        atom = self.loss.graph.program.outvars[n]
+        return n not in self.loss.graph.epilogue_outputs and not (
+            isinstance(atom, Var) and atom in self.loss.rows_status
         )
-        (gradient_parts,) = pull(cotangent)
-        outputs = self._loss_outputs(pipelined, rest, value)
-        gradients: dict[Any, Any] = {}
-        theta_results = traced.equation.outvars[len(traced.equation.outvars) - (len(operands) - num_constants) :]
-
-        def result_of(var: Var) -> Var:
-            return theta_results[operand_of(var) - num_constants]
-
-        for sources, flags, part in zip((self.lane_groups, self.stack_inputs, single), parts, gradient_parts):
-            for source, g in zip([s for s, yes in zip(sources, flags) if yes], part):
-                if isinstance(source, tuple):
-                    gradients[tuple(result_of(v) for v in source)] = g
-                else:
-                    gradients[result_of(source)] = g
-        # Parameters that the loss does not read still get their zeros.
-        covered = {v for g in gradients for v in (g if isinstance(g, tuple) else (g,))}
-        for var in theta_results:
-            if var not in covered:
-                gradients[var] = jnp.zeros(var.aval.shape, var.aval.dtype)
-        return outputs, gradients
-
-    def _is_read_whole(self, operand: int) -> bool:
-        """Whether the part of the loss that is computed on the full batch reads an operand."""
-        jaxpr = self.loss.loss.precompute.jaxpr
-        var = jaxpr.invars[operand]
-        return any(a is var for e in jaxpr.eqns for a in e.invars) or any(a is var for a in jaxpr.outvars)
-
-    def _reads(self, var: Var) -> bool:
-        program = self.loss.graph.program
-        return any(a is var for e in program.eqns for a in e.invars) or any(a is var for a in program.outvars)
-
-    def _is_rows_output(self, atom: Any) -> bool:
-        return isinstance(atom, Var) and atom in self.loss.rows_status
 
     def _lane_operands(self, ev: Evaluation) -> list[Any]:
         chain = self.loss.graph.chain
@@ -335,20 +142,6 @@ class StepProgram:
             return evaluate(chain.lane_prepare, [], *lane, *shared)
 
         return jax.vmap(jax.vmap(prepare))(*raw)
-
-    def _loss_outputs(self, pipelined, rest, value) -> list[Any]:
-        """All outputs of the loss, from the pipeline, from the parameters alone, or from the batch alone."""
-        graph = self.loss.graph
-        piped = dict(zip(graph.epilogue_outputs, pipelined))
-        outputs = []
-        for n, a in enumerate(graph.program.outvars):
-            if n in piped:
-                outputs.append(piped[n])
-            elif self._is_rows_output(a):
-                outputs.append(value(a))
-            else:
-                outputs.append(rest[n])
-        return outputs
 
     def _results(self, after: Evaluation):
         """The step's outputs: states packed, everything else whole and flat."""
@@ -382,213 +175,90 @@ def _typed(value: Any, aval: Any) -> Any:
     )
 
 
-def _fill(values, flags, part) -> list[Any]:
-    feed = iter(part)
-    return [next(feed) if yes else v for v, yes in zip(values, flags)]
+class _LossInputs:
+    """The inputs of the pipelined loss, from the values of the step before its gradient call."""
 
+    def __init__(self, step: StepProgram, before: Evaluation):
+        self.step, self.before = step, before
+        self.loss, self.traced = step.loss, step.traced
+        self.operands = step.traced.equation.invars
+        program = self.loss.graph.program
+        grouped = {v for g in step.lane_groups for v in g} | set(step.stack_inputs)
+        read = {a for e in program.eqns for a in e.invars if isinstance(a, Var)}
+        read |= {a for a in program.outvars if isinstance(a, Var)}
+        self.single = [v for v in program.invars if v in read and v not in grouped and v not in self.loss.rows_status]
+        self.precomputed = self._precompute()
 
-def build(
-    full: TracedStep,
-    micro: TracedStep,
-    rows: int,
-    *,
-    mesh: Mesh,
-    num_microbatches: int,
-    make_table: Callable[[int, int], TickTable],
-    packable: Sequence[int],
-) -> StepProgram:
-    """Wire the passes for one set of argument shapes; `rows`: of one local microbatch.
+    def _precompute(self) -> list[Any]:
+        """What the loss needs of the whole batch at once."""
+        program = self.loss.loss.precompute
+        if not program.jaxpr.outvars:
+            return []
+        read = {a for e in program.jaxpr.eqns for a in e.invars if isinstance(a, Var)}
+        read |= {a for a in program.jaxpr.outvars if isinstance(a, Var)}
+        values = [self.before.whole(a) if v in read else None for v, a in zip(program.jaxpr.invars, self.operands)]
+        return evaluate(program.jaxpr, program.consts, *values)
 
-    Raises NotSeparableError and NoRepeatedBlocksError.
-    """
-    stages = mesh.shape["pipe"]
-    loss = separate(full, micro, rows, stages)
-    chain = loss.found.chain
-    if chain is None and stages > 1:
-        raise NoRepeatedBlocksError(
-            f"pipe={stages} needs a model with repeated blocks, but no chain of equal blocks was found among "
-            f"{len(loss.graph.epilogue.eqns)} equations of the loss; use pipe=1, or give the model at least two equal layers"
+    def operand(self, var: Var) -> int | None:
+        """The position of an input among the operands of the gradient call."""
+        source = self.loss.inputs[var]
+        return source.index if source.kind == "operand" else None
+
+    def value(self, var: Var) -> Any:
+        """The whole value of an input."""
+        source = self.loss.inputs[var]
+        if source.kind == "constant":
+            return self.loss.constants[source.index]
+        if source.kind == "precomputed":
+            return self.precomputed[source.index]
+        return self.before.whole(self.operands[source.index])
+
+    def prepared(self) -> tuple[Any, Any]:
+        """`(values, whether gradients are wanted)` of lane groups (packed), stacks (packed) and single inputs."""
+        step = self.step
+
+        def group(variables) -> Any:
+            if self.loss.inputs[variables[0]].kind == "constant":
+                return step.lanes.pack([self.value(v) for v in variables])
+            return self.before.packed([self.operands[self.loss.inputs[v].index] for v in variables])
+
+        def stack(var: Var) -> Any:
+            at = self.operand(var)
+            return (
+                step.lanes.pack_stack(jnp.asarray(self.value(var)))
+                if at is None
+                else (self.before.packed_stack(self.operands[at]))
+            )
+
+        def wanted(var: Var) -> bool:
+            at = self.operand(var)
+            return at is not None and at >= self.traced.num_loss_constants and is_differentiable(var.aval)
+
+        values = (
+            [group(g) for g in step.lane_groups],
+            [stack(v) for v in step.stack_inputs],
+            [self.value(v) for v in self.single],
         )
-    program = loss.graph.program
-    lane_groups, stack_inputs = block_inputs(loss.found)
-    operands = full.equation.invars
-
-    def outer(var: Var):
-        source = loss.inputs[var]
-        return operands[source.index] if source.kind == "operand" else None
-
-    jaxpr = full.jaxpr.jaxpr
-    # One program for what comes before and after the gradient call: the call's results are inputs of it.
-    step = make_jaxpr(
-        [],
-        [*jaxpr.constvars, *jaxpr.invars, *full.equation.outvars],
-        jaxpr.outvars,
-        [e for e in jaxpr.eqns if e is not full.equation],
-    )
-    state_outputs = find_state_outputs(full, packable)
-    groups = find_state_groups(
-        full,
-        step,
-        [tuple(outer(v) for v in g) for g in lane_groups if outer(g[0]) is not None],
-        [outer(v) for v in stack_inputs if outer(v) is not None],
-        chain.length if chain is not None else 0,
-        set(state_outputs),
-    )
-    in_groups = {v for g in groups.lanes for v in g} | set(groups.stacks)
-    whole_leaves = [v for v, a in zip(jaxpr.invars, full.leaf_argument) if a in state_outputs and v not in in_groups]
-    shardings = choose_shardings(loss.found, mesh, lane_groups, stack_inputs, groups, outer, whole_leaves)
-    if stages == 1:
-        # The loss runs as the user wrote it, and the state is stored so.
-        shardings, groups = shardings.unpacked(), groups.unpacked()
-        lane_groups, stack_inputs = [], []
-    lanes = LaneLayout(even_counts(chain.length, stages) if chain is not None and stages > 1 else (0,))
-    prepare = Rerolled(program, lane_groups, stack_inputs, lanes)
-    gradient_groups, gradient_stacks = _gradient_groups(full, loss, lane_groups, stack_inputs)
-    update = Rerolled(step, [*groups.lanes, *gradient_groups], [*groups.stacks, *gradient_stacks], lanes)
-    layouts = groups.layouts(full, lanes, mesh, shardings.stored, list(state_outputs))
-    shared, shared_gradient, lane_gradient = _wanted_gradients(loss, full.num_loss_constants)
-    table = make_table(stages, num_microbatches) if stages > 1 else None
-    whole = full.rows == rows
-    pipeline = Pipeline(
-        graph=loss.graph,
-        layout=lanes,
-        mesh=mesh,
-        num_microbatches=num_microbatches,
-        table=table,
-        rows=full.rows,
-        rows_status=tuple(loss.rows_status[v] for v in loss.graph.rows_inputs),
-        output_status=tuple(_output_status(loss, n, whole) for n in loss.graph.epilogue_outputs),
-        shared=shared,
-        shared_gradient=shared_gradient,
-        shared_specs=shardings.shared(shared),
-        lane_gradient=lane_gradient,
-        lane_specs=shardings.lane_operands if stages > 1 else (),
-    )
-    return StepProgram(
-        full,
-        loss,
-        layouts,
-        lanes,
-        table,
-        pipeline,
-        shardings,
-        update,
-        prepare,
-        tuple(lane_groups),
-        tuple(stack_inputs),
-        state_outputs,
-    )
-
-
-def block_inputs(graph: BlockGraph) -> tuple[list[tuple[Var, ...]], list[Var]]:
-    """The inputs of the loss that blocks read: one per block, and stacks `[L, ...]`."""
-    chain = graph.chain
-    if chain is None:
-        return [], []
-    lane_groups = _disjoint(lane_leaves(graph.program, [s.values for s in chain.slots if s.stack is None]))
-    in_lanes = {v for g in lane_groups for v in g}
-    stacks = stack_leaves(graph.program, [s.stack for s in chain.slots if s.stack is not None], chain.length)
-    return lane_groups, [v for v in stacks if v not in in_lanes]
-
-
-def _gradient_groups(full: TracedStep, loss: LossProgram, lane_groups, stack_inputs):
-    """The results of the gradient call that belong to lane groups and stacks."""
-    count = len(full.equation.invars) - full.num_loss_constants
-    gradients = full.equation.outvars[len(full.equation.outvars) - count :]
-
-    def gradient(var: Var):
-        source = loss.inputs[var]
-        at = source.index - full.num_loss_constants
-        return gradients[at] if source.kind == "operand" and at >= 0 else None
-
-    groups = [tuple(gradient(v) for v in g) for g in lane_groups]
-    stacks = [gradient(v) for v in stack_inputs]
-    return [g for g in groups if None not in g], [v for v in stacks if v is not None]
-
-
-def _disjoint(groups: Sequence[tuple[Var, ...]]) -> list[tuple[Var, ...]]:
-    """Groups that share no variable with an earlier one."""
-    taken: set[Var] = set()
-    result = []
-    for group in groups:
-        if not taken & set(group):
-            taken.update(group)
-            result.append(group)
-    return result
-
-
-def _output_status(loss: LossProgram, n: int, whole: bool) -> Any:
-    status = loss.loss.out_status[n]
-    if whole and not isinstance(status, Batched):
-        return Partial()
-    if isinstance(status, Shared):
-        raise NotSeparableError(f"output {n} of the loss depends on the batch but is the same for all microbatches")
-    return status
-
-
-def _wanted_gradients(loss: LossProgram, num_constants: int):
-    """The shared values in a fixed order, and for which of them and of the lane operands gradients are wanted."""
-    graph = loss.graph
-    depends = dependence(
-        graph.program,
-        {
-            v: int(loss.inputs[v].kind == "operand" and loss.inputs[v].index >= num_constants)
-            for v in graph.program.invars
-        },
-    )
-    chain = graph.chain
-    names = [*graph.prologue_shared, *graph.side_shared, *graph.epilogue_shared, *(chain.shared if chain else ())]
-    shared = tuple(dict.fromkeys(names))
-    shared_gradient = tuple(bool(depends[v]) and is_differentiable(v.aval) for v in shared)
-    if chain is None:
-        return shared, shared_gradient, ()
-    slot_bits = [
-        any(isinstance(a, Var) and depends[a] for a in (s.values if s.stack is None else (s.stack,)))
-        for s in chain.slots
-    ]
-    prepared = chain.lane_prepare
-    bits = dependence(
-        prepared, dict(zip(prepared.invars, [*map(int, slot_bits), *(int(bool(depends[v])) for v in chain.shared)]))
-    )
-    lane_gradient = tuple(bool(bits[v]) and is_differentiable(v.aval) for v in prepared.outvars)
-    return shared, shared_gradient, lane_gradient
-
-
-def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """For each argument that the step returns changed, the positions of its leaves among the step's flat outputs."""
-    children = jax.tree_util.treedef_children(traced.out_tree)
-    sizes = [c.num_leaves for c in children]
-    outvars = traced.jaxpr.jaxpr.outvars
-    invars = traced.jaxpr.jaxpr.invars
-    candidates = [(traced.out_tree, 0)] + [(c, sum(sizes[:n])) for n, c in enumerate(children)]
-    result: dict[int, tuple[int, ...]] = {}
-    used: set[int] = set()
-    mismatch = ""
-    for argument in packable:
-        tree = traced.in_trees[argument]
-        leaves = [n for n, a in enumerate(traced.leaf_argument) if a == argument]
-        for out_tree, start in candidates:
-            positions = tuple(range(start, start + out_tree.num_leaves))
-            if out_tree != tree or not leaves or used & set(positions):
-                continue
-            changed = [(n, p) for n, p in zip(leaves, positions) if not _same_type(invars[n], outvars[p])]
-            if changed:
-                n, p = changed[0]
-                mismatch = (
-                    f": leaf {traced.leaf_path[n]} goes in as {invars[n].aval.str_short()} and comes out as "
-                    f"{outvars[p].aval.str_short()}"
-                )
-                continue
-            result[argument] = positions
-            used.update(positions)
-            break
-    if not result:
-        raise PlanError(
-            "the train step does not return a new state with the structure, shapes and types of the state it takes"
-            f"{mismatch}; return (new_state, metrics)"
+        flags = (
+            [wanted(g[0]) for g in step.lane_groups],
+            [wanted(v) for v in step.stack_inputs],
+            [wanted(v) for v in self.single],
         )
-    return result
+        return values, flags
 
+    def by_result(self, wanted, gradients) -> dict[Any, Any]:
+        """Gradients by what they are called in the step; parameters that the loss does not read get zeros."""
+        first = self.traced.num_loss_constants
+        results = self.traced.equation.outvars[len(self.traced.equation.outvars) - (len(self.operands) - first) :]
 
-def _same_type(a: Any, b: Any) -> bool:
-    return a.aval.shape == b.aval.shape and a.aval.dtype == b.aval.dtype
+        def result(var: Var) -> Var:
+            return results[self.loss.inputs[var].index - first]
+
+        sources = (self.step.lane_groups, self.step.stack_inputs, self.single)
+        found: dict[Any, Any] = {}
+        for names, flags, values in zip(sources, wanted, gradients):
+            for name, value in zip(select(flags, names), values):
+                found[tuple(result(v) for v in name) if isinstance(name, tuple) else result(name)] = value
+        covered = {v for key in found for v in (key if isinstance(key, tuple) else (key,))}
+        found.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in results if v not in covered)
+        return found

@@ -193,12 +193,20 @@ class DeferredState:
     """A state that `step.init` will make on the mesh when the first batch tells its layout; reading it makes it here."""
 
     def __init__(self, function, args):
-        self._function, self._args = function, args
+        self._function, self._args, self._made = function, args, None
         self.shapes = jax.eval_shape(function, *args)
 
     def make(self) -> Any:
-        """The user's tree, made on the default device."""
-        return jax.jit(self._function)(*self._args)
+        """The user's tree, made on the default device, once."""
+        if self._made is None:
+            self._made = jax.jit(self._function)(*self._args)
+        return self._made
+
+    def __iter__(self):
+        return iter(self.make())
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.make()[key]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "shapes":

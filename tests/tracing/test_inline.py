@@ -128,7 +128,8 @@ def test_a_flax_optax_loss_gives_the_same_value_and_gradient_after_inlining():
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7), tree.unflatten(grads), expected_grads)
 
 
-OPERATIONS = [jnp.sin, lambda x: x * 2, lambda x: x + TABLE.sum(), lambda x: jax.lax.scan(lambda c, _: (c + x, None), x, None, 2)[0]]
+OPERATIONS = [jnp.sin, lambda x: x * 2, lambda x: x + TABLE.sum(),
+              lambda x: jax.lax.scan(lambda c, _: (c + x, None), x, None, 2)[0]]
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,0 +1,170 @@
+"""Wire the passes: from a traced step to the program that runs it on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Var
+from jax.sharding import Mesh
+
+from merak_jax.errors import NoRepeatedBlocksError, PlanError
+from merak_jax.partition.lanes import LaneLayout, even_counts
+from merak_jax.runtime.groups import find_state_groups
+from merak_jax.runtime.loss import LossProgram, block_inputs, output_status, separate, wanted_gradients
+from merak_jax.runtime.pipeline import Pipeline
+from merak_jax.runtime.program import StepProgram
+from merak_jax.runtime.reroll import Rerolled
+from merak_jax.runtime.sharding import choose_shardings
+from merak_jax.schedules.ticks import TickTable
+from merak_jax.tracing.inline import make_jaxpr
+from merak_jax.tracing.step import TracedStep
+
+
+def build(
+    full: TracedStep,
+    micro: TracedStep,
+    rows: int,
+    *,
+    mesh: Mesh,
+    num_microbatches: int,
+    make_table: Callable[[int, int], TickTable],
+    packable: Sequence[int],
+) -> StepProgram:
+    """Wire the passes for one set of argument shapes; `rows`: of one local microbatch.
+
+    Raises NotSeparableError and NoRepeatedBlocksError.
+    """
+    stages = mesh.shape["pipe"]
+    loss = separate(full, micro, rows, stages)
+    chain = loss.found.chain
+    if chain is None and stages > 1:
+        raise NoRepeatedBlocksError(
+            f"pipe={stages} needs a model with repeated blocks, but no chain of equal blocks was found among "
+            f"{len(loss.graph.epilogue.eqns)} equations of the loss; use pipe=1, or give the model at least two equal layers"
+        )
+    program = loss.graph.program
+    lane_groups, stack_inputs = block_inputs(loss.found)
+    operands = full.equation.invars
+
+    def outer(var: Var):
+        source = loss.inputs[var]
+        return operands[source.index] if source.kind == "operand" else None
+
+    jaxpr = full.jaxpr.jaxpr
+    # One program for what comes before and after the gradient call: the call's results are inputs of it.
+    step = make_jaxpr(
+        [],
+        [*jaxpr.constvars, *jaxpr.invars, *full.equation.outvars],
+        jaxpr.outvars,
+        [e for e in jaxpr.eqns if e is not full.equation],
+    )
+    state_outputs = find_state_outputs(full, packable)
+    groups = find_state_groups(
+        full,
+        step,
+        [tuple(outer(v) for v in g) for g in lane_groups if outer(g[0]) is not None],
+        [outer(v) for v in stack_inputs if outer(v) is not None],
+        chain.length if chain is not None else 0,
+        set(state_outputs),
+    )
+    in_groups = {v for g in groups.lanes for v in g} | set(groups.stacks)
+    whole_leaves = [v for v, a in zip(jaxpr.invars, full.leaf_argument) if a in state_outputs and v not in in_groups]
+    shardings = choose_shardings(loss.found, mesh, lane_groups, stack_inputs, groups, outer, whole_leaves)
+    if stages == 1:
+        # The loss runs as the user wrote it, and the state is stored so.
+        shardings, groups = shardings.unpacked(), groups.unpacked()
+        lane_groups, stack_inputs = [], []
+    lanes = LaneLayout(even_counts(chain.length, stages) if chain is not None and stages > 1 else (0,))
+    prepare = Rerolled(program, lane_groups, stack_inputs, lanes)
+    gradient_groups, gradient_stacks = _gradient_groups(full, loss, lane_groups, stack_inputs)
+    update = Rerolled(step, [*groups.lanes, *gradient_groups], [*groups.stacks, *gradient_stacks], lanes)
+    layouts = groups.layouts(full, lanes, mesh, shardings.stored, list(state_outputs))
+    shared, shared_gradient, lane_gradient = wanted_gradients(loss, full.num_loss_constants)
+    table = make_table(stages, num_microbatches) if stages > 1 else None
+    whole = full.rows == rows
+    pipeline = Pipeline(
+        graph=loss.graph,
+        layout=lanes,
+        mesh=mesh,
+        num_microbatches=num_microbatches,
+        table=table,
+        rows=full.rows,
+        rows_status=tuple(loss.rows_status[v] for v in loss.graph.rows_inputs),
+        output_status=tuple(output_status(loss, n, whole) for n in loss.graph.epilogue_outputs),
+        shared=shared,
+        shared_gradient=shared_gradient,
+        shared_specs=shardings.shared(shared),
+        lane_gradient=lane_gradient,
+        lane_specs=shardings.lane_operands if stages > 1 else (),
+    )
+    return StepProgram(
+        full,
+        loss,
+        layouts,
+        lanes,
+        table,
+        pipeline,
+        shardings,
+        update,
+        prepare,
+        tuple(lane_groups),
+        tuple(stack_inputs),
+        state_outputs,
+    )
+
+
+def _gradient_groups(full: TracedStep, loss: LossProgram, lane_groups, stack_inputs):
+    """The results of the gradient call that belong to lane groups and stacks."""
+    count = len(full.equation.invars) - full.num_loss_constants
+    gradients = full.equation.outvars[len(full.equation.outvars) - count :]
+
+    def gradient(var: Var):
+        source = loss.inputs[var]
+        at = source.index - full.num_loss_constants
+        return gradients[at] if source.kind == "operand" and at >= 0 else None
+
+    groups = [tuple(gradient(v) for v in g) for g in lane_groups]
+    stacks = [gradient(v) for v in stack_inputs]
+    return [g for g in groups if None not in g], [v for v in stacks if v is not None]
+
+
+def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """For each argument that the step returns changed, the positions of its leaves among the step's flat outputs."""
+    children = jax.tree_util.treedef_children(traced.out_tree)
+    sizes = [c.num_leaves for c in children]
+    outvars = traced.jaxpr.jaxpr.outvars
+    invars = traced.jaxpr.jaxpr.invars
+    candidates = [(traced.out_tree, 0)] + [(c, sum(sizes[:n])) for n, c in enumerate(children)]
+    result: dict[int, tuple[int, ...]] = {}
+    used: set[int] = set()
+    mismatch = ""
+    for argument in packable:
+        tree = traced.in_trees[argument]
+        leaves = [n for n, a in enumerate(traced.leaf_argument) if a == argument]
+        for out_tree, start in candidates:
+            positions = tuple(range(start, start + out_tree.num_leaves))
+            if out_tree != tree or not leaves or used & set(positions):
+                continue
+            changed = [(n, p) for n, p in zip(leaves, positions) if not _same_type(invars[n], outvars[p])]
+            if changed:
+                n, p = changed[0]
+                mismatch = (
+                    f": leaf {traced.leaf_path[n]} goes in as {invars[n].aval.str_short()} and comes out as "
+                    f"{outvars[p].aval.str_short()}"
+                )
+                continue
+            result[argument] = positions
+            used.update(positions)
+            break
+    if not result:
+        raise PlanError(
+            "the train step does not return a new state with the structure, shapes and types of the state it takes"
+            f"{mismatch}; return (new_state, metrics)"
+        )
+    return result
+
+
+def _same_type(a: Any, b: Any) -> bool:
+    return a.aval.shape == b.aval.shape and a.aval.dtype == b.aval.dtype

@@ -1,0 +1,186 @@
+"""The pipelined loss: proved separable, cut into blocks, with the origin of each of its inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Var
+
+from merak_jax.errors import NotSeparableError, TraceError
+from merak_jax.partition.blocks import BlockGraph, dependence, find_blocks
+from merak_jax.partition.blocks import whole as whole_loss
+from merak_jax.partition.chains import BATCH, PARAMETER
+from merak_jax.runtime.groups import stack_leaves
+from merak_jax.runtime.reroll import lane_leaves
+from merak_jax.runtime.stage import is_differentiable
+from merak_jax.tracing.jaxprs import constants_to_inputs
+from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch
+from merak_jax.tracing.step import TracedStep
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossInput:
+    """Where an input of the pipelined loss comes from: `kind` is constant, operand, precomputed or flag; `index` in it."""
+
+    kind: str
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossProgram:
+    """The microbatched loss as blocks, and what each of its inputs is.
+
+    `graph` is what runs; `found` has the blocks also where one stage runs the loss as the user wrote it.
+    """
+
+    loss: MicrobatchedLoss
+    graph: BlockGraph
+    found: BlockGraph
+    constants: tuple[Any, ...]
+    inputs: dict[Var, LossInput]
+    rows_status: dict[Var, Any]
+
+
+def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> LossProgram:
+    """Prove that the loss can be computed in microbatches of `rows` rows, and cut it into blocks.
+
+    `micro`: the step traced at `rows_to_trace` rows.
+    """
+    operands, micro_operands = full.equation.invars, micro.equation.invars
+    depends = outer_dependence(full)
+    whole = full.rows == rows
+    statuses: list[Any] = []
+    domains: list[Domain] = []
+    for n, (a, b) in enumerate(zip(operands, micro_operands)):
+        bits = depends[a] if isinstance(a, Var) else 0
+        statuses.append(_operand_status(full, n, a, b))
+        if bits & BATCH and (isinstance(statuses[-1], Batched) or whole):
+            domains.append(Domain.BATCH)
+        else:
+            # What the step made of the whole batch beforehand (a token count) is a constant for the loss.
+            domains.append(Domain.CONSTANT if bits & BATCH else Domain(bits & PARAMETER))
+    _check_loss_reads(full, domains)
+    proved = microbatch(
+        full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=rows, rows_traced=micro.rows
+    )
+    program, constants = constants_to_inputs(proved.pipeline)
+    count = len(operands)
+    inputs: dict[Var, LossInput] = {}
+    domain: dict[Var, int] = {}
+    rows_status: dict[Var, Any] = {}
+    kinds = [LossInput("constant", n) for n in range(len(constants))]
+    kinds += [LossInput("operand", n) for n in range(count)]
+    kinds += [LossInput("precomputed", n) for n in range(len(program.invars) - len(kinds) - 1)]
+    kinds += [LossInput("flag", 0)]
+    pipeline_status = [Shared()] * len(constants) + list(proved.pipeline_status)
+    pipeline_domain = [Domain.CONSTANT] * len(constants) + list(proved.pipeline_domain)
+    for var, kind, status, dom in zip(program.invars, kinds, pipeline_status, pipeline_domain):
+        inputs[var] = kind
+        rows = kind.kind == "flag" or isinstance(status, Batched) or (whole and dom == Domain.BATCH)
+        domain[var] = BATCH if rows else int(dom) & PARAMETER
+        if rows:
+            rows_status[var] = None if kind.kind == "flag" else status
+    found = find_blocks(program, domain)
+    graph = found if stages > 1 else whole_loss(found, domain)
+    # Merging equal equations keeps the inputs, so `inputs` stays valid for the graph's program.
+    return LossProgram(proved, graph, found, tuple(constants), inputs, rows_status)
+
+
+def _check_loss_reads(full: TracedStep, domains: Sequence[Domain]) -> None:
+    """Raise TraceError unless the loss reads both the batch and what it is differentiated by."""
+    jaxpr, source = full.loss.jaxpr, full.equation.params["source"]
+    inputs = {v: 0 for v in jaxpr.constvars}
+    for n, (v, domain) in enumerate(zip(jaxpr.invars, domains)):
+        inputs[v] = (BATCH if domain & Domain.BATCH else 0) | (PARAMETER if n >= full.num_loss_constants else 0)
+    loss = jaxpr.outvars[0]
+    bits = dependence(jaxpr, inputs)[loss] if isinstance(loss, Var) else 0
+    if not bits & PARAMETER:
+        raise TraceError(f"the loss differentiated at {source} does not read the parameters it is differentiated by")
+    if not bits & BATCH:
+        raise TraceError(
+            f"the loss differentiated at {source} does not read the batch argument of the train step; pass the "
+            "batch as an argument instead of capturing it"
+        )
+
+
+def outer_dependence(traced: TracedStep) -> dict[Var, int]:
+    """For each variable of the step whether it depends on the batch and on anything else the caller gives."""
+    jaxpr = traced.jaxpr.jaxpr
+    domain = {v: 0 for v in jaxpr.constvars}
+    batch = {n for n, rows in enumerate(traced.leaf_rows) if rows}
+    domain.update((v, BATCH if n in batch else PARAMETER) for n, v in enumerate(jaxpr.invars))
+    return dependence(jaxpr, domain)
+
+
+def _operand_status(full: TracedStep, n: int, a: Any, b: Any) -> Any:
+    """Batched along the axis whose size follows the batch; a value with no such axis is the same for all microbatches."""
+    if full.rows == 0 or a.aval.shape == b.aval.shape:
+        return Shared()
+    axes = [d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape)) if x != y]
+    if len(axes) == 1 and a.aval.shape[axes[0]] == full.rows:
+        return Batched(axes[0])
+    raise NotSeparableError(
+        f"a value {a.aval.str_short()} computed before the gradient call mixes the batch with other dimensions (axes {axes}); "
+        "compute it inside the loss, or keep the batch as an axis of its own"
+    )
+
+
+def block_inputs(graph: BlockGraph) -> tuple[list[tuple[Var, ...]], list[Var]]:
+    """The inputs of the loss that blocks read: one per block, and stacks `[L, ...]`."""
+    chain = graph.chain
+    if chain is None:
+        return [], []
+    lane_groups = _disjoint(lane_leaves(graph.program, [s.values for s in chain.slots if s.stack is None]))
+    in_lanes = {v for g in lane_groups for v in g}
+    stacks = stack_leaves(graph.program, [s.stack for s in chain.slots if s.stack is not None], chain.length)
+    return lane_groups, [v for v in stacks if v not in in_lanes]
+
+
+def _disjoint(groups: Sequence[tuple[Var, ...]]) -> list[tuple[Var, ...]]:
+    """Groups that share no variable with an earlier one."""
+    taken: set[Var] = set()
+    result = []
+    for group in groups:
+        if not taken & set(group):
+            taken.update(group)
+            result.append(group)
+    return result
+
+
+def output_status(loss: LossProgram, n: int, whole: bool) -> Any:
+    status = loss.loss.out_status[n]
+    if whole and not isinstance(status, Batched):
+        return Partial()
+    if isinstance(status, Shared):
+        raise NotSeparableError(f"output {n} of the loss depends on the batch but is the same for all microbatches")
+    return status
+
+
+def wanted_gradients(loss: LossProgram, num_constants: int):
+    """The shared values in a fixed order, and for which of them and of the lane operands gradients are wanted."""
+    graph = loss.graph
+    depends = dependence(
+        graph.program,
+        {
+            v: int(loss.inputs[v].kind == "operand" and loss.inputs[v].index >= num_constants)
+            for v in graph.program.invars
+        },
+    )
+    chain = graph.chain
+    names = [*graph.prologue_shared, *graph.side_shared, *graph.epilogue_shared, *(chain.shared if chain else ())]
+    shared = tuple(dict.fromkeys(names))
+    shared_gradient = tuple(bool(depends[v]) and is_differentiable(v.aval) for v in shared)
+    if chain is None:
+        return shared, shared_gradient, ()
+    slot_bits = [
+        any(isinstance(a, Var) and depends[a] for a in (s.values if s.stack is None else (s.stack,)))
+        for s in chain.slots
+    ]
+    prepared = chain.lane_prepare
+    bits = dependence(
+        prepared, dict(zip(prepared.invars, [*map(int, slot_bits), *(int(bool(depends[v])) for v in chain.shared)]))
+    )
+    lane_gradient = tuple(bool(bits[v]) and is_differentiable(v.aval) for v in prepared.outvars)
+    return shared, shared_gradient, lane_gradient
