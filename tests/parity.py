@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import merak_jax
 from merak_jax.models.gpt2 import GPT2, GPT2Config, next_token_loss
-from tests.helper import Differences, Run, assert_same_as_single_device, run_on_one_device, worst_leaf
+from tests.helper import Differences, Run, differences, run_on_mesh, run_on_one_device, worst_leaf
 
 MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (1, 4, 2), (1, 2, 4), (2, 4, 1), (1, 8, 1))
 MICROBATCHES = ("1", "P-1", "P", "8")
@@ -59,6 +59,11 @@ class Cell:
     def num_microbatches(self) -> int:
         pipe = self.mesh[1]
         return {"1": 1, "P-1": pipe - 1, "P": pipe, "8": 8}[self.microbatches]
+
+    @property
+    def bar(self) -> str:
+        """The precision whose bar the cell must meet."""
+        return self.precision.removeprefix("all ")
 
     @property
     def is_valid(self) -> bool:
@@ -171,8 +176,8 @@ def make_coherent_batch(n: int, rows: int = 4, **_):
 
 def make_optimizer(name: str) -> optax.GradientTransformation:
     """Plain SGD, or a usual chain: clipping by global norm, warm-up and cosine decay, no weight decay on biases and norms."""
-    if name == "sgd":
-        return optax.sgd(0.5)
+    if name in ("sgd", "slow sgd"):
+        return optax.sgd(0.5 if name == "sgd" else 0.05)
 
     def decayed(params):
         return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
@@ -198,13 +203,16 @@ _reference_step = jax.jit(train_step)
 
 def _setting(cell: Cell) -> tuple:
     """What both runs of a cell get: state maker, batch maker, optimizer."""
+    optimizer = _optimizer(cell.optimizer)
     if "bfloat16" in cell.precision:
+        # Slow training: near the optimum, all that would be left of the gradients is their rounding.
+        optimizer = _optimizer("slow sgd")
         batches = functools.partial(make_coherent_batch, rows=max(4, cell.mesh[0] * cell.num_microbatches))
     else:
         batches = functools.partial(
             make_batch, rows=cell.rows, data=cell.mesh[0], num_microbatches=cell.num_microbatches, mask=cell.mask,
             dtype=PRECISIONS[cell.precision][0])
-    return _maker(cell.depth, cell.layers, cell.head, cell.precision), batches, _optimizer(cell.optimizer)
+    return _maker(cell.depth, cell.layers, cell.head, cell.precision), batches, optimizer
 
 
 def reference(cell: Cell) -> Run:
@@ -228,9 +236,15 @@ def reordering_noise(cell: Cell) -> float:
     return worst
 
 
-def check(cell: Cell) -> Differences:
-    """Assert parity for a cell; the differences found."""
+def compare(cell: Cell) -> Differences:
+    """How far the parallel run of a cell is from the single-device run."""
     maker, batches, optimizer = _setting(cell)
-    return assert_same_as_single_device(
-        train_step, maker, batches, mesh_of(*cell.mesh), optimizer=optimizer, precision=cell.precision.removeprefix("all "),
-        expected=reference(cell), num_microbatches=cell.num_microbatches, schedule=cell.schedule)
+    run = run_on_mesh(train_step, maker, batches, mesh_of(*cell.mesh), optimizer, num_microbatches=cell.num_microbatches,
+                      schedule=cell.schedule)
+    return differences(run, reference(cell))
+
+
+def check(cell: Cell) -> None:
+    """Assert parity for a cell."""
+    lines = compare(cell).over(cell.bar)
+    assert not lines, "\n".join(lines)

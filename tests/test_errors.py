@@ -193,8 +193,10 @@ def test_case_66_a_batch_that_does_not_divide_names_leaf_numbers_and_the_nearest
 
 def test_leaves_that_disagree_on_the_rows_are_listed_with_their_sizes():
     batch = make_batch() | {"weights": np.ones(6)}
-    with pytest.raises(errors.BatchError, match=r"disagree.*\['weights'\]: 6.*\['x'\]: 8.*\['y'\]: 8"):
+    with pytest.raises(errors.BatchError, match="disagree.*batch_argnums") as raised:
         run(train_step, batch=batch)
+    assert "['weights']: 6" in messages(raised)
+    assert "['x']: 8" in messages(raised)
 
 
 @pytest.mark.parametrize("batch", [{}, {"temperature": 1.0}])
@@ -212,7 +214,7 @@ def test_case_67_a_later_batch_of_another_size_is_checked_too():
 
 @pytest.mark.parametrize("leaf", [np.array(["a"] * ROWS), ["a"] * ROWS], ids=["array", "list"])
 def test_text_in_the_batch_names_its_leaf(leaf):
-    with pytest.raises(errors.BatchError, match=r"\['names'\]"):
+    with pytest.raises(errors.TraceError, match=r"\['names'\].*not an array or a number"):
         run(train_step, batch=make_batch() | {"names": leaf})
 
 
@@ -266,9 +268,9 @@ def test_a_gradient_whose_results_are_all_dropped_is_no_gradient_call():
 
 
 def test_a_loss_per_row_is_refused_and_told_to_be_reduced():
-    with pytest.raises(errors.GradientCallError, match=r"must return one scalar, got .*\(8,\)") as raised:
+    with pytest.raises(errors.GradientCallError, match=r"must return one scalar, but returns \(8,\); return its mean") as raised:
         run(step_with(losses_per_row))
-    assert "mean" in messages(raised)
+    assert line_of(step_with, "jax.value_and_grad") in messages(raised)
 
 
 def test_a_loss_with_aux_and_no_has_aux_is_told_about_has_aux():

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.parity import run_batch
 from merak_jax.runtime import pipeline
 from tests.helper import BARS
 from tests.parity import Cell, all_cells, check, covering_cells, make_model, reordering_noise, state_maker
@@ -50,11 +51,14 @@ def test_float32_is_the_same(mesh):
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "all bfloat16"])
-@pytest.mark.parametrize("mesh", NARROW_MESHES, ids=str)
-def test_bfloat16_is_the_same_within_its_rounding(mesh, precision):
-    cell = Cell(mesh, "P-1" if mesh[0] * mesh[1] == 8 else "P", 4, "unrolled", "tied", "1f1b", "ragged", "sgd", precision)
-    assert reordering_noise(cell) < BARS["bfloat16"][0], "one device alone is not this precise: the comparison means nothing"
-    check(cell)
+def test_bfloat16_is_the_same_within_its_rounding_and_does_not_abort(precision):
+    cells = [Cell(mesh, rule, 4, "unrolled", "tied", "1f1b", "ragged", "sgd", precision)
+             for mesh, rule in (((2, 2, 2), "P"), ((1, 4, 2), "P"), ((2, 4, 1), "P-1"))]
+    noise = max(reordering_noise(cell) for cell in cells)
+    assert noise < BARS["bfloat16"][0], f"one device differs from itself by {noise:.1e}: the comparison would mean nothing"
+    # A collective that gets stuck kills its process: another one than this.
+    results = [result for cell in cells for result in run_batch([cell])]
+    assert all(result["passed"] for result in results), [result for result in results if not result["passed"]]
 
 
 @pytest.mark.usefixtures("quick_compile")

@@ -61,8 +61,7 @@ class Shardings:
 
     def shared(self, variables: Sequence[Var]) -> tuple[PartitionSpec, ...]:
         """Specs of shared values: tables that prologue or epilogue look up or multiply are split, all else is whole."""
-        tables = _tables(self.graph)
-        specs = {v: self._table_spec(v) for v in tables}
+        specs = {v: table_spec(v.aval.shape, d, self.mesh) for v, d in tables(self.graph).items()}
         chain = self.graph.chain
         if chain is not None and self.mesh.shape["pipe"] == 1:
             specs.update(
@@ -78,51 +77,76 @@ class Shardings:
             )
         return tuple(specs.get(v, P()) for v in variables)
 
-    def _table_spec(self, var: Var) -> PartitionSpec:
-        """The spec of a table, through casts and transposes from the parameter it is made of."""
-        defined = defining_equations(self.graph.program.eqns)
-        order = list(range(len(var.aval.shape)))
-        at = var
-        while at in defined:
-            eqn = self.graph.program.eqns[defined[at][0]]
-            if eqn.primitive.name == "transpose":
-                order = [eqn.params["permutation"][d] for d in order]
-            elif eqn.primitive.name not in ("convert_element_type", "copy"):
-                return P()
-            at = eqn.invars[0]
-        spec = whole_spec(at.aval.shape, self.mesh)
-        entries = [*spec, *(None,) * (len(at.aval.shape) - len(spec))]
-        return P(*(entries[d] for d in order))
+
+def _ways(mesh: Mesh) -> tuple[int, tuple[str, ...]]:
+    names = tuple(a for a in ("pipe", "tensor") if mesh.shape[a] > 1)
+    return math.prod(mesh.shape[a] for a in names), names
 
 
-def whole_spec(shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """How a leaf outside the blocks is stored: its largest dimension over pipe and tensor together, or as many as divide."""
-    for axes in (("pipe", "tensor"), ("tensor",), ("pipe",)):
+def table_spec(shape: Sequence[int], dimension: int, mesh: Mesh) -> PartitionSpec:
+    """A table inside the step: its vocabulary over pipe and tensor together, the last part smaller where it does not divide."""
+    ways, names = _ways(mesh)
+    if ways == 1 or shape[dimension] < ways:
+        return P()
+    return P(*(names if d == dimension else None for d in range(len(shape))))
+
+
+def whole_spec(shape: Sequence[int], mesh: Mesh, dimension: int | None = None) -> PartitionSpec:
+    """How a leaf outside the blocks is stored: over pipe and tensor together, along `dimension` or the largest that divides."""
+    ways, names = _ways(mesh)
+    if ways == 1:
+        return P()
+    if dimension is not None and shape[dimension] % ways == 0:
+        return P(*(names if d == dimension else None for d in range(len(shape))))
+    for axes in (names, ("tensor",), ("pipe",)):
         ways = math.prod(mesh.shape[a] for a in axes)
         split = vocabulary_split(shape, ways) if ways > 1 else None
         if split is not None:
-            names = tuple(a for a in axes if mesh.shape[a] > 1)
-            return P(*(names if d == split else None for d in range(len(shape))))
+            return P(*(axes if d == split else None for d in range(len(shape))))
     return P()
 
 
-def _tables(graph: BlockGraph) -> set[Var]:
-    """Shared values with two dimensions that prologue or epilogue read only as the operand of a lookup or a product."""
+def tables(graph: BlockGraph) -> dict[Var, int]:
+    """The vocabulary dimension of each shared value that prologue and epilogue only look up, or multiply, along one dimension."""
     block_shared = set(graph.chain.shared) if graph.chain is not None else set()
-    found: set[Var] = set()
-    other: set[Var] = set()
+    found: dict[Var, set[int | None]] = {}
     for program in (graph.prologue, graph.epilogue, graph.side):
         for eqn in program.eqns:
             for n, a in enumerate(eqn.invars):
-                if not isinstance(a, Var) or len(getattr(a.aval, "shape", ())) < 2:
-                    continue
-                name = eqn.primitive.name
-                lookup = name == "gather" and n == 0
-                if name == "dot_general" or lookup:
-                    found.add(a)
-                else:
-                    other.add(a)
-    return found - other - block_shared
+                if isinstance(a, Var) and len(getattr(a.aval, "shape", ())) >= 2:
+                    found.setdefault(a, set()).add(_vocabulary(eqn, n))
+    shared = {*graph.prologue_shared, *graph.epilogue_shared, *graph.side_shared} - block_shared
+    return {v: d for v, dims in found.items() if v in shared and len(dims) == 1 for d in dims if d is not None}
+
+
+def _vocabulary(eqn: Any, operand: int) -> int | None:
+    """The dimension that a lookup selects from or that a product leaves free, of one operand."""
+    if eqn.primitive.name == "gather" and operand == 0:
+        numbers = eqn.params["dimension_numbers"]
+        return numbers.start_index_map[0] if numbers.start_index_map == numbers.collapsed_slice_dims else None
+    if eqn.primitive.name == "dot_general":
+        contracting, batch = eqn.params["dimension_numbers"]
+        fixed = {*contracting[operand], *batch[operand]}
+        free = [d for d in range(len(eqn.invars[operand].aval.shape)) if d not in fixed]
+        return free[0] if len(free) == 1 else None
+    return None
+
+
+def _leaf_dimensions(graph: BlockGraph) -> dict[Var, int]:
+    """For each input that a table is made of, through casts and transposes, its vocabulary dimension."""
+    defined = defining_equations(graph.program.eqns)
+    found: dict[Var, int] = {}
+    for var, dimension in tables(graph).items():
+        while var in defined:
+            eqn = graph.program.eqns[defined[var][0]]
+            if eqn.primitive.name == "transpose":
+                dimension = eqn.params["permutation"][dimension]
+            elif eqn.primitive.name not in ("convert_element_type", "copy"):
+                break
+            var = eqn.invars[0]
+        else:
+            found.setdefault(var, dimension)
+    return found
 
 
 def choose_shardings(
@@ -160,9 +184,13 @@ def choose_shardings(
         shape = key[0].aval.shape if isinstance(key, tuple) else key.aval.shape[1:]
         like = parameter[0].aval.shape if isinstance(parameter, tuple) else parameter.aval.shape[1:]
         stored[key] = _lane_spec(len(shape), by_outer.get(parameter) if shape == like else None)
+    # Moments have the shape of their table, and are stored like it.
+    by_shape = {v.aval.shape: d for v, d in _leaf_dimensions(graph).items()}
     for var in whole_leaves:
         stored[var] = (
-            whole_spec(var.aval.shape, mesh) if not jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended) else P()
+            whole_spec(var.aval.shape, mesh, by_shape.get(var.aval.shape))
+            if not jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended)
+            else P()
         )
     slot_specs: tuple[PartitionSpec, ...] = ()
     if chain is not None:

@@ -171,7 +171,21 @@ class PackedState:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._resolve(getattr(self._outline(), name))
+        outline = self._outline()
+        value = getattr(outline, name)
+        if getattr(value, "__self__", None) is outline:
+            # A method sees the user's tree, not its outline.
+            return getattr(self._layout.unshard(self._arrays), name)
+        return self._resolve(value)
+
+    def __iter__(self):
+        return (self._resolve(part) for part in self._outline())
+
+    def __len__(self) -> int:
+        return len(self._outline())
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._outline()
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(

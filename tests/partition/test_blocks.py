@@ -60,14 +60,15 @@ def run(graph, inputs):
     return [outputs[n] if n in outputs else value(a) for n, a in enumerate(graph.program.outvars)]
 
 
-def check(loss, params, batch, length, period=None):
+def check(loss, params, batch, length, period=None, compiled=False):
     """The number of blocks, the number of equations of one, and the values."""
     graph, inputs = cut(loss, params, batch)
     found = graph.chain.length if graph.chain is not None else 0
     assert found == length, f"{found} blocks: {graph}"
     if period is not None:
         assert len(graph.chain.body.eqns) == period
-    for actual, expected in zip(run(graph, inputs), jax.tree.leaves(loss(params, batch)), strict=True):
+    outputs = jax.jit(lambda *xs: run(graph, xs))(*inputs) if compiled else run(graph, inputs)
+    for actual, expected in zip(outputs, jax.tree.leaves(loss(params, batch)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)
     return graph
 
@@ -353,7 +354,7 @@ def test_the_layers_of_gpt2_are_blocks_of_equal_shape(length, scan_layers):
         logits = model.apply(params, batch)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch).mean()
 
-    graph = check(jax.jit(loss), params, tokens, length)
+    graph = check(jax.jit(loss), params, tokens, length, compiled=True)
     assert [a.shape for a in graph.chain.carry_avals] == [(2, 5, 8)]
     assert graph.chain.source
 

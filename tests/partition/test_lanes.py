@@ -17,7 +17,7 @@ def values_for(layout, shape=(2, 3)):
     return [random.normal(size=shape) for _ in range(layout.num_lanes)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(COUNTS, st.sampled_from([(), (3,), (2, 3)]))
 def test_unpacking_gives_back_what_was_packed(counts, shape):
     layout = LaneLayout(counts)

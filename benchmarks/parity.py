@@ -1,0 +1,166 @@
+"""The full parity matrix: every combination of options against one device, `python benchmarks/parity.py --sample 20`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+EXAMPLE = """example:
+  python benchmarks/parity.py --only 2x2x2 --sample 10 --seed 1 --json > parity.json"""
+KINDS = ("metrics", "gradients", "trained")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="SUBSTRING", help="only cells whose name contains this")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N cells")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --sample (default 0)")
+    parser.add_argument("--minutes", type=float, help="start no batch of cells after this time")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="cells per subprocess (default 8)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document with every cell")
+    parser.add_argument("--list", action="store_true", help="print the names of the chosen cells and stop")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return work()
+    cells = choose(options)
+    if options.list:
+        print("\n".join(map(str, cells)))
+        return 0
+    results = run_all(cells, options)
+    failed = [r for r in results if not r["passed"]]
+    if options.json:
+        print(json.dumps({"cells": results, "passed": len(results) - len(failed), "failed": len(failed),
+                          "not_run": len(cells) - len(results), "worst": worst(results)}, indent=1))
+    else:
+        report(results, len(cells))
+    return 1 if failed else 0
+
+
+def choose(options: argparse.Namespace) -> list:
+    """The cells that the options ask for: float64 in full, float32 and bfloat16 on three meshes."""
+    import numpy as np
+
+    from tests.parity import Cell, all_cells
+
+    wide = all_cells()
+    narrow = [dataclasses.replace(cell, precision=precision) for precision in ("float32", "bfloat16", "all bfloat16")
+              for cell in wide if cell.mesh in ((2, 2, 2), (1, 4, 2), (2, 4, 1))
+              if precision == "float32" or (cell.mask == "ragged" and cell.optimizer == "sgd" and cell.microbatches != "8")]
+    cells: list[Cell] = [cell for cell in wide + narrow if options.only is None or options.only in str(cell)]
+    if options.sample is not None and options.sample < len(cells):
+        picked = np.random.default_rng(options.seed).choice(len(cells), options.sample, replace=False)
+        cells = [cells[n] for n in sorted(picked)]
+    return cells[:options.limit]
+
+
+def run_all(cells: list, options: argparse.Namespace) -> list[dict]:
+    """Run the cells in subprocesses of a few cells each; a cell at which a process dies failed, the next process goes on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    results: list[dict] = []
+    start = time.monotonic()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("cells", total=len(cells))
+        while len(results) < len(cells):
+            if options.minutes is not None and time.monotonic() - start > 60 * options.minutes:
+                break
+            for result in run_batch(cells[len(results):len(results) + options.batch]):
+                results.append(result)
+                progress.advance(task)
+                if not result["passed"]:
+                    progress.console.print(f"{result['cell']}: {result['error']}", style="red", highlight=False)
+    return results
+
+
+def run_batch(cells: list):
+    """Yield a result per cell; when the process dies or hangs, its current cell failed and the later ones are not run."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+    request = json.dumps([dataclasses.asdict(cell) for cell in cells])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                          env=environment) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write(request)
+        process.stdin.close()
+        done = 0
+        for line in process.stdout:
+            done += 1
+            yield json.loads(line)
+        last = process.stderr.read().strip().splitlines()
+    if done < len(cells):
+        reason = next((line for line in last if "Termination timeout" in line), last[-1] if last else "")
+        yield {"cell": str(cells[done]), "passed": False, "error": f"process ended with {process.returncode}: {reason[:300]}"}
+
+
+def work() -> int:
+    """In the subprocess: cells as JSON on stdin, one result per line on stdout."""
+    import jax
+
+    import merak_jax
+
+    merak_jax.emulate(8)
+    jax.config.update("jax_enable_x64", True)
+    from tests.parity import Cell, compare
+
+    for fields in json.load(sys.stdin):
+        cell = Cell(**{**fields, "mesh": tuple(fields["mesh"])})
+        start = time.monotonic()
+        result: dict = {"cell": str(cell), "passed": True}
+        try:
+            found = compare(cell)
+            result.update({kind: getattr(found, kind)[0] for kind in KINDS})
+            lines = found.over(cell.bar)
+        except Exception as error:
+            lines = [f"{type(error).__name__}: {error}"]
+        if lines:
+            result.update(passed=False, error="; ".join(lines))
+        result["seconds"] = round(time.monotonic() - start, 1)
+        print(json.dumps(result), flush=True)
+    return 0
+
+
+def worst(results: list[dict]) -> dict:
+    """Per precision and kind, the largest difference and its cell."""
+    found: dict = {}
+    for result in results:
+        precision = result["cell"].rsplit("-", 1)[1]
+        for kind in KINDS:
+            if kind in result and result[kind] >= found.get(precision, {}).get(kind, (-1.0, ""))[0]:
+                found.setdefault(precision, {})[kind] = (result[kind], result["cell"])
+    return found
+
+
+def report(results: list[dict], total: int) -> None:
+    """The worst differences as a table, then the failures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{len(results)} of {total} cells, {sum(not r['passed'] for r in results)} failed")
+    for name in ("precision", "kind", "worst", "cell"):
+        table.add_column(name)
+    for precision, kinds in worst(results).items():
+        for kind, (value, cell) in kinds.items():
+            table.add_row(precision, kind, f"{value:.1e}", cell)
+    console = Console()
+    console.print(table)
+    for result in results:
+        if not result["passed"]:
+            console.print(f"{result['cell']}: {result['error']}", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
