@@ -20,7 +20,9 @@ KINDS = ("metrics", "gradients", "trained")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", metavar="SUBSTRING", help="only cells whose name contains this")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N cells")
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random")
@@ -40,8 +42,18 @@ def main() -> int:
     results = run_all(cells, options)
     failed = [r for r in results if not r["passed"]]
     if options.json:
-        print(json.dumps({"cells": results, "passed": len(results) - len(failed), "failed": len(failed),
-                          "not_run": len(cells) - len(results), "worst": worst(results)}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "cells": results,
+                    "passed": len(results) - len(failed),
+                    "failed": len(failed),
+                    "not_run": len(cells) - len(results),
+                    "worst": worst(results),
+                },
+                indent=1,
+            )
+        )
     else:
         report(results, len(cells))
     return 1 if failed else 0
@@ -54,23 +66,40 @@ def choose(options: argparse.Namespace) -> list:
     from tests.parity import Cell, all_cells
 
     wide = all_cells()
-    narrow = [dataclasses.replace(cell, precision=precision) for precision in ("float32", "bfloat16", "all bfloat16")
-              for cell in wide if cell.mesh in ((2, 2, 2), (1, 4, 2), (2, 4, 1))
-              if precision == "float32" or (cell.mask == "ragged" and cell.optimizer == "sgd" and cell.microbatches != "8")]
+    narrow = [
+        dataclasses.replace(cell, precision=precision)
+        for precision in ("float32", "bfloat16", "all bfloat16")
+        for cell in wide
+        if cell.mesh in ((2, 2, 2), (1, 4, 2), (2, 4, 1))
+        if precision == "float32" or (cell.mask == "ragged" and cell.optimizer == "sgd" and cell.microbatches != "8")
+    ]
     cells: list[Cell] = [cell for cell in wide + narrow if options.only is None or options.only in str(cell)]
     if options.sample is not None and options.sample < len(cells):
         picked = np.random.default_rng(options.seed).choice(len(cells), options.sample, replace=False)
         cells = [cells[n] for n in sorted(picked)]
-    return cells[:options.limit]
+    return cells[: options.limit]
 
 
 def run_all(cells: list, options: argparse.Namespace) -> list[dict]:
     """Run the cells in subprocesses of a few cells each; a cell at which a process dies failed, the next process goes on."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     results: list[dict] = []
     start = time.monotonic()
     with Progress(*columns, console=console) as progress:
@@ -78,7 +107,7 @@ def run_all(cells: list, options: argparse.Namespace) -> list[dict]:
         while len(results) < len(cells):
             if options.minutes is not None and time.monotonic() - start > 60 * options.minutes:
                 break
-            for result in run_batch(cells[len(results):len(results) + options.batch]):
+            for result in run_batch(cells[len(results) : len(results) + options.batch]):
                 results.append(result)
                 progress.advance(task)
                 if not result["passed"]:
@@ -91,8 +120,15 @@ def run_batch(cells: list):
     command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
     request = json.dumps([dataclasses.asdict(cell) for cell in cells])
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                          env=environment) as process:
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    ) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdin.write(request)
         process.stdin.close()
@@ -103,7 +139,11 @@ def run_batch(cells: list):
         last = process.stderr.read().strip().splitlines()
     if done < len(cells):
         reason = next((line for line in last if "Termination timeout" in line), last[-1] if last else "")
-        yield {"cell": str(cells[done]), "passed": False, "error": f"process ended with {process.returncode}: {reason[:300]}"}
+        yield {
+            "cell": str(cells[done]),
+            "passed": False,
+            "error": f"process ended with {process.returncode}: {reason[:300]}",
+        }
 
 
 def work() -> int:

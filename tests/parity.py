@@ -176,8 +176,8 @@ def make_coherent_batch(n: int, rows: int = 4, **_):
 
 def make_optimizer(name: str) -> optax.GradientTransformation:
     """Plain SGD, or a usual chain: clipping by global norm, warm-up and cosine decay, no weight decay on biases and norms."""
-    if name in ("sgd", "slow sgd"):
-        return optax.sgd(0.5 if name == "sgd" else 0.05)
+    if name == "sgd":
+        return optax.sgd(0.5)
 
     def decayed(params):
         return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
@@ -201,46 +201,43 @@ def _optimizer(name: str) -> optax.GradientTransformation:
 _reference_step = jax.jit(train_step)
 
 
-def _setting(cell: Cell) -> tuple:
-    """What both runs of a cell get: state maker, batch maker, optimizer."""
-    optimizer = _optimizer(cell.optimizer)
-    if "bfloat16" in cell.precision:
-        # Slow training: near the optimum, all that would be left of the gradients is their rounding.
-        optimizer = _optimizer("slow sgd")
-        batches = functools.partial(make_coherent_batch, rows=max(4, cell.mesh[0] * cell.num_microbatches))
-    else:
-        batches = functools.partial(
-            make_batch, rows=cell.rows, data=cell.mesh[0], num_microbatches=cell.num_microbatches, mask=cell.mask,
-            dtype=PRECISIONS[cell.precision][0])
-    return _maker(cell.depth, cell.layers, cell.head, cell.precision), batches, optimizer
+def _setting(cell: Cell) -> dict:
+    """What both runs of a cell get: state maker, batch maker, optimizer, number of steps."""
+    maker = _maker(cell.depth, cell.layers, cell.head, cell.precision)
+    if cell.bar == "bfloat16":
+        step = cell.mesh[0] * cell.num_microbatches
+        batches = functools.partial(make_coherent_batch, rows=step * math.ceil(4 / step))
+        # One step: rounding makes the parameters after it differ, and the next gradients are taken elsewhere.
+        return dict(make_state=maker, make_batch=batches, optimizer=_optimizer(cell.optimizer), steps=1)
+    batches = functools.partial(
+        make_batch, rows=cell.rows, data=cell.mesh[0], num_microbatches=cell.num_microbatches, mask=cell.mask,
+        dtype=PRECISIONS[cell.precision][0])
+    return dict(make_state=maker, make_batch=batches, optimizer=_optimizer(cell.optimizer))
 
 
 def reference(cell: Cell) -> Run:
     """The single-device run of a cell."""
-    maker, batches, optimizer = _setting(cell)
-    return run_on_one_device(_reference_step, maker, batches, optimizer)
+    return run_on_one_device(_reference_step, **_setting(cell))
 
 
 def reordering_noise(cell: Cell) -> float:
     """How much the gradients of one device depend on the order of the rows of the batch: worst leaf over three orders."""
-    maker, batches, optimizer = _setting(cell)
-    expected, worst = reference(cell).gradients, 0.0
+    setting, expected, worst = _setting(cell), reference(cell).gradients, 0.0
     for seed in range(3):
         def reordered(n, seed=seed):
-            batch = batches(n)
+            batch = setting["make_batch"](n)
             order = np.random.default_rng(seed).permutation(len(batch["tokens"]))
             return {name: value[order] for name, value in batch.items()}
 
-        run = run_on_one_device(_reference_step, maker, reordered, optimizer, steps=1)
+        run = run_on_one_device(_reference_step, **{**setting, "make_batch": reordered, "steps": 1})
         worst = max(worst, worst_leaf(run.gradients, expected)[0])
     return worst
 
 
 def compare(cell: Cell) -> Differences:
     """How far the parallel run of a cell is from the single-device run."""
-    maker, batches, optimizer = _setting(cell)
-    run = run_on_mesh(train_step, maker, batches, mesh_of(*cell.mesh), optimizer, num_microbatches=cell.num_microbatches,
-                      schedule=cell.schedule)
+    run = run_on_mesh(train_step, mesh=mesh_of(*cell.mesh), num_microbatches=cell.num_microbatches, schedule=cell.schedule,
+                      **_setting(cell))
     return differences(run, reference(cell))
 
 

@@ -109,7 +109,7 @@ class Rerolled:
             out = eqn.outvars[0].aval.shape
             return all(a.aval.shape in ((), out) for a in eqn.invars)
         if name in _STACK_FOLDS:
-            return 0 not in eqn.params["axes"]
+            return 0 not in eqn.params["axes"] and _folds(name.removeprefix("reduce_"), eqn.outvars[0].aval.dtype)
         if name == "broadcast_in_dim":
             dims = eqn.params["broadcast_dimensions"]
             return len(eqn.invars) == 1 and bool(dims) and dims[0] == 0
@@ -118,6 +118,17 @@ class Rerolled:
     def start(self, lanes: Sequence[Any], stacks: Sequence[Any], whole: Mapping[Var, Any]) -> Evaluation:
         """Begin an evaluation: packed arrays for the lane groups and stacks, values for all other inputs."""
         return Evaluation(self, lanes, stacks, whole)
+
+
+def _folds(name: str, dtype: Any) -> bool:
+    """Whether an operation on this type is the fold of the table: `and` and `or` of integers work bit by bit."""
+    return name not in ("and", "or") or dtype == jnp.bool_
+
+
+def _draws_otherwise_in_batches(eqn: JaxprEqn) -> bool:
+    """Whether the equation uses keys whose draws change under `vmap`, as all but threefry's do."""
+    keys = [a.aval.dtype for a in eqn.invars if jnp.issubdtype(a.aval.dtype, jax.dtypes.prng_key)]
+    return any("fry" not in str(dtype) for dtype in keys)
 
 
 def _identity(atom: Atom) -> Any:
@@ -182,7 +193,7 @@ class Evaluation:
             and len({program.shapes[s[0]] for s in sources}) == 1
             and len({s[0] for s in sources}) == len(sources)
         )
-        if not alike:
+        if not alike or _draws_otherwise_in_batches(program.jaxpr.eqns[sources[0][0]]):
             self._lane_values[atoms] = (self._one_by_one(atoms), True)
             return
         eqns = [program.jaxpr.eqns[s[0]] for s in sources]
@@ -220,9 +231,10 @@ class Evaluation:
             return
         eqn = program.jaxpr.eqns[program.defined[var][0]]
         name = eqn.primitive.name
-        if name in _FOLDS and self._fold(eqn):
+        if name in _FOLDS and _folds(name, var.aval.dtype) and self._fold(eqn):
             return
-        if name in _STACK_FOLDS and eqn.invars[0] in program.stacked:
+        folds = name in _STACK_FOLDS and _folds(name.removeprefix("reduce_"), var.aval.dtype)
+        if folds and eqn.invars[0] in program.stacked:
             packed = self._stack(eqn.invars[0])
             axes = (0, 1, *(a + 1 for a in eqn.params["axes"] if a != 0))
             value = _STACK_FOLDS[name](self._neutral(packed, name.removeprefix("reduce_")), axis=axes)

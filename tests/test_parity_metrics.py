@@ -1,0 +1,185 @@
+"""Whatever a step returns, however it takes its gradient, and whatever else its state holds, it is what one device gives."""
+
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax import value_and_grad
+
+import merak_jax
+from merak_jax.models.gpt2 import next_token_loss
+from tests.helper import assert_same_as_single_device
+from tests.parity import make_batch, make_model, mesh_of, state_maker, train_step
+
+
+@pytest.fixture(autouse=True)
+def quick_compile():
+    """Fewer optimisations of the machine code, to compile faster."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def check(step, mesh=(2, 2, 1), make_state=None, **options):
+    return assert_same_as_single_device(
+        step, make_state or state_maker(make_model()), make_batch, mesh_of(*mesh), **{"num_microbatches": 4, **options})
+
+
+def logits_of(state, params, batch):
+    return state.apply_fn({"params": params}, batch["tokens"])
+
+
+def row_losses(logits, batch):
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return (each * batch["mask"]).sum(-1) / batch["mask"].sum(-1)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 4, 1)], ids=str)
+def test_metrics_are_those_of_one_device(mesh):
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+
+    def step(state, batch):
+        def loss(params):
+            logits = logits_of(state, params, batch)
+            correct = (logits.argmax(-1) == batch["targets"]) * batch["mask"]
+            aux = {"logits": logits, "row_loss": row_losses(logits, batch), "num_correct": correct.sum(),
+                   "accuracy": correct.sum() / batch["mask"].sum(), "mean_logit": logits.mean(),
+                   "nothing": None, "constant": jnp.float32(3), "length": batch["tokens"].shape[1]}
+            return next_token_loss(logits, batch["targets"], batch["mask"]), aux
+
+        (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
+        metrics = {**aux, "loss": value, "perplexity": jnp.exp(value), "grad_norm": optax.global_norm(gradients),
+                   "param_norm": optax.global_norm(state.params), "learning_rate": schedule(state.step),
+                   "last_row": aux["row_loss"][-1], "num_tokens": batch["mask"].sum(), "pair": (1, [2.5, None])}
+        return state.apply_gradients(grads=gradients), metrics
+
+    check(step, mesh)
+
+
+def test_a_gradient_for_several_arguments_with_keywords():
+    def step(state, batch):
+        def loss(embedding, rest, *, batch, scale):
+            logits = logits_of(state, {**rest, "token_embedding": embedding}, batch)
+            return scale * next_token_loss(logits, batch["targets"], batch["mask"])
+
+        rest = {name: value for name, value in state.params.items() if name != "token_embedding"}
+        value, (first, second) = value_and_grad(loss, argnums=(0, 1))(
+            state.params["token_embedding"], rest, batch=batch, scale=2.0)
+        return state.apply_gradients(grads={**second, "token_embedding": first}), {"loss": value}
+
+    check(step)
+
+
+def test_a_gradient_for_some_parameters_leaves_the_others():
+    def step(state, batch):
+        def loss(blocks):
+            logits = logits_of(state, {**state.params, **blocks}, batch)
+            return next_token_loss(logits, batch["targets"], batch["mask"])
+
+        blocks = {name: value for name, value in state.params.items() if name.startswith("h_")}
+        others = {name: jax.tree.map(jnp.zeros_like, value) for name, value in state.params.items() if name not in blocks}
+        return state.apply_gradients(grads={**others, **jax.grad(loss)(blocks)}), {}
+
+    check(step)
+
+
+def test_grad_with_the_loss_computed_apart():
+    def step(state, batch):
+        def loss(params):
+            return next_token_loss(logits_of(state, params, batch), batch["targets"], batch["mask"])
+
+        gradients = jax.grad(loss)(state.params)
+        return state.apply_gradients(grads=gradients), {"loss": loss(state.params)}
+
+    check(step)
+
+
+def test_a_jitted_step_that_already_ran():
+    step = jax.jit(train_step)
+    make_state = state_maker(make_model())
+    step(make_state(optax.sgd(1.0)), make_batch(0))
+    check(step, make_state=make_state)
+
+
+def test_the_norm_of_the_gradients_does_not_depend_on_the_number_of_microbatches():
+    make_state = state_maker(make_model())
+    expected = jax.jit(train_step)(make_state(optax.sgd(1.0)), make_batch(0))[1]["grad_norm"]
+    norms = []
+    for num_microbatches in (1, 2, 4, 8):
+        step = merak_jax.parallelize(train_step, mesh=mesh_of(1, 2, 1), num_microbatches=num_microbatches)
+        norms.append(float(step(make_state(optax.sgd(1.0)), make_batch(0))[1]["grad_norm"]))
+    np.testing.assert_allclose(norms, float(expected), rtol=1e-13)
+
+
+class RichState(TrainState):
+    """A state with more in it than Flax's own."""
+
+    frozen: Any
+    average: Any
+    key: Any
+    history: tuple = ()
+    label: str = flax.struct.field(pytree_node=False, default="run 1")
+
+
+def rich_state_maker(key):
+    plain = state_maker(make_model())
+
+    def make(tx):
+        base = plain(tx)
+        params = {**base.params, "unused": {"kernel": jnp.ones((3, 5)), "bias": jnp.arange(5.0)}}
+        frozen = {"table": jnp.arange(32.0), "flags": jnp.array([True, False]), "sizes": np.arange(4, dtype=np.int8)}
+        return RichState.create(apply_fn=base.apply_fn, params=params, tx=tx, frozen=frozen, average=params, key=key,
+                                history=(jnp.zeros(()), None))
+
+    return make
+
+
+@pytest.mark.parametrize("key", [jax.random.PRNGKey(3), jax.random.key(3)], ids=["raw key", "typed key"])
+def test_other_fields_of_the_state_live_on_and_unused_parameters_get_zero_gradients(key):
+    def step(state, batch):
+        def loss(params):
+            logits = logits_of(state, params, batch) + state.frozen["table"]
+            return next_token_loss(logits, batch["targets"], batch["mask"])
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        metrics = {"loss": value, "unused": optax.global_norm(gradients["unused"])}
+        state = state.apply_gradients(grads=gradients)
+        average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state.average, state.params)
+        key, _ = jax.random.split(state.key)
+        return state.replace(average=average, key=key, history=(value, None)), metrics
+
+    make_state = rich_state_maker(key)
+    assert isinstance(make_state(optax.sgd(1.0)).step, int)
+    check(step, (1, 2, 2), make_state)
+
+
+def test_a_state_that_is_not_donated_can_be_used_again():
+    make_state = state_maker(make_model())
+    step = merak_jax.parallelize(train_step, mesh=mesh_of(1, 2, 1), num_microbatches=2, donate=False)
+    first, _ = step(make_state(optax.sgd(0.1)), make_batch(0))
+    runs = [step(first, make_batch(1)) for _ in range(2)]
+    jax.tree.map(np.testing.assert_array_equal, *[(step.unshard(state), metrics) for state, metrics in runs])
+    assert int(first.step) == 1
+
+
+def test_a_donated_state_is_gone_and_reuses_its_memory():
+    make_state = state_maker(make_model())
+    step = merak_jax.parallelize(train_step, mesh=mesh_of(1, 2, 1), num_microbatches=2)
+    first, _ = step(make_state(optax.adam(0.1)), make_batch(0))
+    second, _ = step(first, make_batch(1))
+    assert all(array.is_deleted() for array in jax.tree.leaves(first))
+    assert not any(array.is_deleted() for array in jax.tree.leaves(second))
+    memory = step.lower(make_state(optax.adam(0.1)), make_batch(0)).compile().memory
+    state_bytes = step.plan.state_bytes
+    assert memory.alias_size_in_bytes >= 0.9 * state_bytes
+
+
+def test_sizes_that_the_mesh_does_not_divide():
+    model = make_model(depth=3, vocab_size=33, num_heads=3, width=9, max_length=13)
+    check(train_step, (1, 2, 4), state_maker(model), num_microbatches=2)
