@@ -8,6 +8,10 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
+
+# Run as a script, its folder is on the path and the project is not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 GIB = 2**30
 PLUGIN_MISSING = 3
