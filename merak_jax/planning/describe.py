@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
+from jax.extend.core import Var
 
 from merak_jax.planning.plan import Plan, StagePlan
 from merak_jax.runtime.program import StepProgram
+from merak_jax.runtime.state import StateLayout
 
 
 def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan:
@@ -21,41 +24,17 @@ def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan
         slots = program.table.num_stash_slots
     else:
         in_flight, slots = [1] * lanes.num_stages, 0
-    block = sum(_bytes(v.aval) for v in chain.lane_prepare.outvars) if chain is not None else 0
+    tensor = mesh.shape["tensor"]
+    block = sum(
+        _bytes(v.aval) // (tensor if "tensor" in spec else 1)
+        for v, spec in zip(chain.lane_prepare.outvars if chain is not None else (), program.shardings.lane_operands)
+    )
     counts = lanes.counts if program.table is not None else (chain.length if chain is not None else 0,)
     stages = tuple(StagePlan(n, n * block, held, slots * lanes.depth * carry) for n, held in zip(counts, in_flight))
-    state_bytes = 0
-    splits, others = [], []
-    for layout in program.layouts.values():
-        for number, spec in enumerate(layout.specs):
-            members = layout.leaves_of(number)
-            lane = layout.places[members[0]].lane
-            aval = layout.avals[members[0]]
-            shape = (
-                aval.shape
-                if lane is None
-                else (lanes.num_stages, lanes.depth, *(aval.shape if lane >= 0 else aval.shape[1:]))
-            )
-            ways = math.prod(
-                mesh.shape[a]
-                for entry in spec
-                if entry is not None
-                for a in (entry if isinstance(entry, tuple) else (entry,))
-            )
-            state_bytes += math.prod(shape) * getattr(aval.dtype, "itemsize", 8) // ways
-            path = layout.paths[members[0]]
-            if lane is not None and "tensor" in spec and ".opt_state" not in path:
-                splits.append(
-                    f"{path}{list(aval.shape)} dimension {list(spec).index('tensor') - 2 + (lane < 0)}"
-                    + (f" (and {len(members) - 1} more blocks)" if len(members) > 1 else "")
-                )
-            if lane is None and aval.shape and ".opt_state" not in path and "tensor" in spec:
-                splits.append(f"{path}{list(aval.shape)} dimension {list(spec).index('tensor')}")
-            elif lane is None and aval.shape and ".opt_state" not in path:
-                entry: Any = [f"{d}: {e}" for d, e in enumerate(spec) if e is not None]
-                others.append(
-                    f"{path}{list(aval.shape)} " + (f"split {entry[0]}" if entry else "whole on every device")
-                )
+    state_bytes = sum(
+        _stored_bytes(layout, number) for layout in program.layouts.values() for number in range(len(layout.specs))
+    )
+    splits, others = _parameter_lines(program)
     return Plan(
         data=mesh.shape["data"],
         pipe=mesh.shape["pipe"],
@@ -68,9 +47,49 @@ def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan
         stages=stages,
         boundary_bytes=carry,
         state_bytes=state_bytes,
-        tensor_splits=tuple(splits),
-        other_leaves=tuple(others),
+        tensor_splits=splits,
+        other_leaves=others,
     )
+
+
+def _stored_bytes(layout: StateLayout, number: int) -> int:
+    """Bytes of one stored array on one device."""
+    leaf = layout.leaves_of(number)[0]
+    lane, aval = layout.places[leaf].lane, layout.avals[leaf]
+    lead = () if lane is None else (layout.lanes.num_stages, layout.lanes.depth)
+    axes = [a for entry in layout.specs[number] if entry for a in (entry if isinstance(entry, tuple) else (entry,))]
+    ways = math.prod(layout.mesh.shape[a] for a in axes)
+    return math.prod((*lead, *aval.shape[lane == -1 :])) * getattr(aval.dtype, "itemsize", 8) // ways
+
+
+def _parameter_lines(program: StepProgram) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """How the differentiated leaves are stored: those split over `tensor`, and the others outside the blocks.
+
+    Leaves whose paths differ in a number only, and that are stored alike, share a line.
+    """
+    traced = program.traced
+    differentiated = set(a for a in traced.equation.invars[traced.num_loss_constants :] if isinstance(a, Var))
+    splits: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
+    for argument, layout in program.layouts.items():
+        leaves = [v for v, n in zip(traced.jaxpr.jaxpr.invars, traced.leaf_argument) if n == argument]
+        for var, path, place, aval in zip(leaves, layout.paths, layout.places, layout.avals):
+            if var not in differentiated:
+                continue
+            spec = layout.specs[place.array]
+            own = spec if place.lane is None else (*((None,) if place.lane == -1 else ()), *spec[2:])
+            where = [f"dimension {d} over {entry}" for d, entry in enumerate(own) if entry]
+            leaf = f"{path}{list(aval.shape)}"
+            if "tensor" in own:
+                splits.setdefault(re.sub(r"\d+", "#", leaf) + where[0], []).append(f"{leaf} {where[0]}")
+            elif place.lane is None:
+                line = f"{leaf} {where[0] if where else 'whole on every device'}"
+                others.setdefault(re.sub(r"\d+", "#", line), []).append(line)
+    return _one_line_each(splits), _one_line_each(others)
+
+
+def _one_line_each(lines: dict[str, list[str]]) -> tuple[str, ...]:
+    return tuple(same[0] + (f" (and {len(same) - 1} like it)" if len(same) > 1 else "") for same in lines.values())
 
 
 def _bytes(aval: Any) -> int:

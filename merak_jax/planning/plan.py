@@ -86,10 +86,12 @@ class Plan:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(
-            title=f"plan: data {self.data} · pipe {self.pipe} · tensor {self.tensor}, {self.num_microbatches} "
-            f"microbatches of {self.rows // (self.data * self.num_microbatches)} rows, {self.schedule}"
+        rows = self.rows // (self.data * self.num_microbatches)
+        title = (
+            f"plan: data {self.data} · pipe {self.pipe} · tensor {self.tensor}, {self.num_microbatches} microbatches "
+            f"of {rows} rows, {self.schedule}\n"
         )
+        table = Table()
         for name in ("stage", "blocks", "parameters", "in flight", "stash"):
             table.add_column(name, justify="right")
         for s, stage in enumerate(self.stages):
@@ -106,8 +108,8 @@ class Plan:
             f"idle share: {self.bubble_share:.1%}",
         ]
         lines += [f"split over tensor: {line}" for line in self.tensor_splits]
-        lines += [f"outside the blocks: {line}" for line in self.other_leaves]
-        return out.getvalue() + "\n".join(lines)
+        lines += [f"other parameter: {line}" for line in self.other_leaves]
+        return title + out.getvalue() + "\n".join(lines)
 
 
 def make_table(schedule: str, stages: int, microbatches: int) -> TickTable:
