@@ -24,7 +24,8 @@ class BlockGraph:
     `epilogue`: `[*carry, *epilogue_shared, *rows_inputs]` -> the loss's outputs numbered `epilogue_outputs`;
     `side`: `[*side_shared, *rows_inputs]` -> `chain.rows`. Shared values depend on parameters or constants only; rows inputs
     are the batch of one microbatch. Without a chain (`chain is None`) everything is epilogue.
-    `program` is the loss itself, with equal equations merged.
+    `program` is the loss itself, with equal equations merged. `obstacle`: without a chain, why the longest run of equal blocks
+    is none.
     """
 
     program: Jaxpr
@@ -38,6 +39,7 @@ class BlockGraph:
     epilogue: Jaxpr
     epilogue_shared: tuple[Var, ...]
     epilogue_outputs: tuple[int, ...]
+    obstacle: str = ""
 
     @property
     def blocks(self) -> Chain:
@@ -62,11 +64,12 @@ def find_blocks(program: Jaxpr, input_domain: Mapping[Var, int]) -> BlockGraph:
     """
     program = _without_common_subexpressions(program, dependence(program, input_domain))
     domain = dependence(program, input_domain)
-    for placed in find_chains(program, domain):
+    obstacles: list[str] = []
+    for placed in find_chains(program, domain, obstacles):
         graph = _assemble(program, domain, placed)
         if graph is not None:
             return graph
-    return _whole(program, domain)
+    return dataclasses.replace(_whole(program, domain), obstacle=obstacles[0] if obstacles else "")
 
 
 def dependence(program: Jaxpr, input_domain: Mapping[Var, int]) -> dict[Var, int]:

@@ -64,21 +64,23 @@ class PlacedChain:
     covered: tuple[JaxprEqn, ...]
 
 
-def find_chains(program: Jaxpr, domain: Mapping[Var, int]) -> Iterator[PlacedChain]:
-    """Chains in the pipelined part of `program`, the one that covers most equations first."""
+def find_chains(program: Jaxpr, domain: Mapping[Var, int], obstacles: list[str]) -> Iterator[PlacedChain]:
+    """Chains in the pipelined part of `program`, the one that covers most equations first.
+
+    `obstacles` gets, in words, why equal segments were no chain.
+    """
     both = [e for e in program.eqns if any(domain[v] == BOTH for v in e.outvars if not is_dropped(v))]
     used = {a for e in program.eqns for a in e.invars if isinstance(a, Var)}
     used |= {a for a in program.outvars if isinstance(a, Var)}
+    search = _Search(program, both, domain, obstacles)
     found: list[tuple[int, Any]] = []
     for eqn in both:
         if eqn.primitive.name == "scan":
-            placed = _scan_as_chain(eqn, domain, used)
+            placed = _scan_as_chain(eqn, domain, used, obstacles)
             if placed is not None and placed.chain.length >= 2:
                 found.append((placed.chain.length * len(placed.chain.body.eqns), lambda placed=placed: iter([placed])))
     for start, period, repeats, slack in _tandem_repeats(both, domain):
-        found.append(
-            (repeats * period, lambda a=(start, period, repeats, slack): _cuts_of_repeat(program, both, domain, *a))
-        )
+        found.append((repeats * period, lambda a=(start, period, repeats, slack): _cuts_of_repeat(search, *a)))
     for _, make in sorted(found, key=lambda f: -f[0]):
         yield from make()
 
@@ -100,8 +102,19 @@ def _tandem_repeats(both: Sequence[JaxprEqn], domain) -> Iterator[tuple[int, int
                 yield int(first), period, repeats, length - repeats * period
 
 
-def _cuts_of_repeat(program, both, domain, start, period, repeats, slack) -> Iterator[PlacedChain]:
-    """The cut points of a tandem repeat, those with the fewest live bytes first."""
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """What looking for a chain among the pipelined equations `both` needs, and what stood in its way."""
+
+    program: Jaxpr
+    both: list[JaxprEqn]
+    domain: Mapping[Var, int]
+    obstacles: list[str]
+
+
+def _cuts_of_repeat(search: _Search, start, period, repeats, slack) -> Iterator[PlacedChain]:
+    """The cut points of a tandem repeat, those with the fewest live bytes first; then parts of it, the longest first."""
+    program, both = search.program, search.both
     uses: dict[Var, int] = {a: i for i, e in enumerate(both) for a in e.invars if isinstance(a, Var)}
     uses.update({a: len(both) for a in program.outvars if isinstance(a, Var)})
 
@@ -114,18 +127,52 @@ def _cuts_of_repeat(program, both, domain, start, period, repeats, slack) -> Ite
             if not is_dropped(v) and uses.get(v, -1) >= cut
         )
 
-    for phase in sorted(range(slack + 1), key=lambda p: (live_bytes(p), p)):
-        placed = _repeat_as_chain(program, both, domain, start + phase, period, repeats)
+    phases = sorted(range(slack + 1), key=lambda p: (live_bytes(p), p))
+    for phase in phases:
+        placed = _repeat_as_chain(search, start + phase, period, repeats)
         if placed is not None:
             yield placed
+    # The first or last blocks may be wired differently from the rest (they make a value that all others read).
+    parts: list[PlacedChain] = []
+    for phase in phases[:4]:
+        parts.extend(_parts_of_repeat(search, start + phase, period, repeats))
+    yield from sorted(parts, key=lambda part: -part.chain.length)
+
+
+def _parts_of_repeat(search: _Search, start, period, repeats) -> Iterator[PlacedChain]:
+    """Runs of blocks that do form chains, found from the left, each as long as possible."""
+    first = 0
+    while first < repeats - 1:
+        longest, low, high = None, 2, repeats - first
+        while low <= high:
+            length = (low + high) // 2
+            placed = _repeat_as_chain(search, start + first * period, period, length)
+            if placed is None:
+                high = length - 1
+            else:
+                longest, low = placed, length + 1
+        if longest is not None:
+            yield longest
+        first += longest.chain.length if longest is not None else 1
 
 
 def _bytes(var: Var) -> int:
     return int(np.prod(var.aval.shape)) * getattr(var.aval.dtype, "itemsize", 8)
 
 
-def _repeat_as_chain(program, both, domain, start, period, repeats):
+def _repeat_as_chain(search: _Search, start, period, repeats) -> PlacedChain | None:
     """The chain made of equal segments, or None if their wiring differs."""
+    try:
+        return _wired_chain(search, start, period, repeats)
+    except _Mismatch as mismatch:
+        if len(search.obstacles) < 50:
+            search.obstacles.append(str(mismatch))
+        return None
+
+
+def _wired_chain(search: _Search, start, period, repeats) -> PlacedChain:
+    """The chain made of equal segments; _Mismatch if their wiring differs."""
+    program, both, domain = search.program, search.both, search.domain
     segments = [both[start + k * period : start + (k + 1) * period] for k in range(repeats)]
     where: dict[Var, tuple[int, int, int]] = {
         v: (k, j, o)
@@ -144,55 +191,56 @@ def _repeat_as_chain(program, both, domain, start, period, repeats):
 
     def carry(key, init):
         if key in carry_init and carry_init[key] is not init:
-            raise _Mismatch
+            raise _Mismatch("the first block reads two values where later blocks read one")
         carry_init[key] = init
         return carry_in.setdefault(key, _compat.new_var(init.aval))
+
+    def fail(j, what) -> _Mismatch:
+        line = _compat.source_line(segments[1][j])
+        return _Mismatch(f"of {repeats} equal blocks, `{segments[1][j].primitive.name}` at {line} {what}")
 
     def operand(j, i):
         atoms = [segment[j].invars[i] for segment in segments]
         places: list[Any] = [where.get(a) if isinstance(a, Var) else None for a in atoms]
         if all(p is not None and p[0] == k for k, p in enumerate(places)):
             if len({p[1:] for p in places}) != 1:
-                raise _Mismatch
+                raise fail(j, "reads another value of its own block than in other blocks")
             return rename[atoms[1]]
         if all(p is not None and p[0] == k - 1 for k, p in enumerate(places) if k > 0):
             if len({p[1:] for p in places[1:]}) != 1 or places[0] is not None or not isinstance(atoms[0], Var):
-                raise _Mismatch
+                raise fail(j, "reads another value of the block before than in other blocks")
             if domain[atoms[0]] != BOTH:
-                raise _Mismatch
+                raise fail(j, "starts, in the first block, from a value that does not depend on parameters and batch")
             return carry(places[1][1:], atoms[0])
         if any(p is not None for p in places):
-            raise _Mismatch
+            raise fail(j, "reads a value of an earlier block in some blocks only, or of a block further back")
         first = atoms[0]
         if all(isinstance(a, Literal) for a in atoms):
             if all(same_literal(first, a) for a in atoms):
                 return first
         elif any(isinstance(a, Literal) for a in atoms):
-            raise _Mismatch
+            raise fail(j, "reads a constant in some blocks and a value in others")
         elif all(a is first for a in atoms):
             if domain[first] == BOTH:
                 return carry(first, first)
             (rows if domain[first] & BATCH else shared).setdefault(first)
             return first
         elif any(domain[a] & BATCH for a in atoms):
-            raise _Mismatch
+            raise fail(j, "reads a value made of the batch that differs from block to block")
         key = tuple(a if isinstance(a, Var) else id(a) for a in atoms)
         if key not in lanes:
             lanes[key] = (_compat.new_var(first.aval), tuple(atoms))
         return lanes[key][0]
 
-    try:
-        for j, eqn in enumerate(segments[1]):
-            operands = [operand(j, i) for i in range(len(eqn.invars))]
-            outvars = []
-            for v in eqn.outvars:
-                new = _compat.new_var(v.aval)
-                if not is_dropped(v):
-                    rename[v] = new
-                outvars.append(new)
-            body_eqns.append(eqn.replace(invars=operands, outvars=outvars))
-    except _Mismatch:
-        return None
+    for j, eqn in enumerate(segments[1]):
+        operands = [operand(j, i) for i in range(len(eqn.invars))]
+        outvars = []
+        for v in eqn.outvars:
+            new = _compat.new_var(v.aval)
+            if not is_dropped(v):
+                rename[v] = new
+            outvars.append(new)
+        body_eqns.append(eqn.replace(invars=operands, outvars=outvars))
     inside = set(where)
     later = [a for e in both[start + repeats * period :] for a in e.invars] + list(program.outvars)
     final: dict[Var, int] = {}
@@ -201,7 +249,10 @@ def _repeat_as_chain(program, both, domain, start, period, repeats):
         if isinstance(atom, Var) and atom in inside:
             k, j, o = where[atom]
             if k != repeats - 1:
-                return None
+                line = _compat.source_line(segments[k][j])
+                raise _Mismatch(
+                    f"of {repeats} equal blocks, a value of block {k}, made at {line}, is read after the blocks"
+                )
             if (j, o) not in carry_init:
                 extra[(j, o)] = atom
     keys = list(carry_init)
@@ -235,7 +286,7 @@ class _Mismatch(Exception):
     """Two blocks are wired differently."""
 
 
-def _scan_as_chain(eqn: JaxprEqn, domain, used) -> PlacedChain | None:
+def _scan_as_chain(eqn: JaxprEqn, domain, used, obstacles) -> PlacedChain | None:
     """A `scan` over layers as a chain: its body is the block, its `xs` that depend on parameters are the lanes."""
     num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
     consts, init, xs = (
@@ -247,27 +298,39 @@ def _scan_as_chain(eqn: JaxprEqn, domain, used) -> PlacedChain | None:
     def depends(atom):
         return domain[atom] if isinstance(atom, Var) else 0
 
-    over_layers = any(depends(a) == BOTH for a in init) and any(depends(x) & PARAMETER for x in xs)
-    cuttable = (
-        not eqn.params["reverse"]
-        and not any(depends(x) & BATCH for x in xs)
-        and not any(y in used for y in eqn.outvars[num_carry:])
-        and not any(depends(c) == BOTH for c in consts)
-    )
+    if not any(depends(a) == BOTH for a in init) or not any(depends(x) & PARAMETER for x in xs):
+        return None
     inner = inline(eqn.params["jaxpr"])
-    if not over_layers or not cuttable or inner.consts:
+    obstacle = (
+        "runs in reverse"
+        if eqn.params["reverse"]
+        else "reads values made of the batch layer by layer"
+        if any(depends(x) & BATCH for x in xs)
+        else "returns a value of every layer, which is read later"
+        if any(y in used for y in eqn.outvars[num_carry:])
+        else "holds constant arrays of its own"
+        if inner.consts
+        else ""
+    )
+    if obstacle:
+        obstacles.append(f"the scan over layers at {_compat.source_line(eqn)} {obstacle}")
         return None
     jaxpr = inner.jaxpr
     carry_vars = jaxpr.invars[num_consts : num_consts + num_carry]
     lane_vars = jaxpr.invars[num_consts + num_carry :]
     substitution: dict[Var, Atom] = dict(zip(jaxpr.invars[:num_consts], consts))
+    # What depends on parameters and batch is the same for all layers, but made on the first stage: it travels along.
+    passing = [c for c in dict.fromkeys(consts) if isinstance(c, Var) and domain[c] == BOTH]
+    passed = {c: _compat.new_var(c.aval) for c in passing}
+    substitution.update((v, passed[c]) for v, c in zip(jaxpr.invars, consts) if isinstance(c, Var) and c in passed)
 
     def read(atom):
         return substitution.get(atom, atom) if isinstance(atom, Var) else atom
 
     eqns = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns]
-    outvars = [read(a) for a in jaxpr.outvars[:num_carry]]
-    rows = [c for c in dict.fromkeys(consts) if isinstance(c, Var) and domain[c] & BATCH]
+    outvars = [*(read(a) for a in jaxpr.outvars[:num_carry]), *passed.values()]
+    carry_vars = [*carry_vars, *passed.values()]
+    rows = [c for c in dict.fromkeys(consts) if isinstance(c, Var) and domain[c] == BATCH]
     shared = [c for c in dict.fromkeys(consts) if isinstance(c, Var) and not domain[c] & BATCH]
     # What depends on lanes and shared values only is prepared once per step, outside the loops.
     varying: set[Var] = {*carry_vars, *rows}
@@ -288,7 +351,7 @@ def _scan_as_chain(eqn: JaxprEqn, domain, used) -> PlacedChain | None:
     chain = Chain(
         eqn.params["length"],
         body,
-        num_carry,
+        len(carry_vars),
         tuple(LaneSlot(stack=x) for x in xs),
         prepare,
         tuple(shared),
@@ -296,4 +359,5 @@ def _scan_as_chain(eqn: JaxprEqn, domain, used) -> PlacedChain | None:
         _compat.source_line(eqn),
     )
     final = {v: n for n, v in enumerate(eqn.outvars[:num_carry]) if not is_dropped(v)}
-    return PlacedChain(chain, tuple(init), final, (eqn,))
+    final.update((c, num_carry + n) for n, c in enumerate(passing))
+    return PlacedChain(chain, (*init, *passing), final, (eqn,))

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from merak_jax.errors import NotSeparableError
+from merak_jax.tracing import derivatives
+
 _NOT_MEANING = frozenset({"debug_info", "name", "ctx_mesh", "compiler_options_kvs"})
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+# The functions of custom derivatives, compared by what they compute.
+_RULES = frozenset({"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd"})
 
 
 def parameter_shape(value: Any) -> Any:
@@ -33,8 +40,13 @@ def parameter_shape(value: Any) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    if getattr(value, "size", 1 << 20) <= 1 << 16 and isinstance(value, np.ndarray):
-        return (value.shape, str(value.dtype), value.tobytes())
+    plain = isinstance(value, np.ndarray | np.generic) or (
+        isinstance(value, jax.Array)
+        and not isinstance(value, jax.core.Tracer)
+        and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    )
+    if plain and value.size <= 1 << 16:
+        return (value.shape, str(value.dtype), np.asarray(value).tobytes())
     return ("constant", id(value))
 
 
@@ -56,8 +68,42 @@ def jaxpr_shape(jaxpr: Jaxpr) -> Any:
 
 def equation_shape(eqn: JaxprEqn) -> Any:
     """Primitive, parameters and types of an equation: hashable, equal for equations that do the same work."""
-    params = tuple((k, parameter_shape(v)) for k, v in sorted(eqn.params.items()) if k not in _NOT_MEANING)
-    return (eqn.primitive.name, params, tuple(_type(a) for a in eqn.invars), tuple(_type(v) for v in eqn.outvars))
+    return (
+        eqn.primitive.name,
+        _parameters(eqn),
+        tuple(_type(a) for a in eqn.invars),
+        tuple(_type(v) for v in eqn.outvars),
+    )
+
+
+# Parameters by the identity of their dictionary, which an equation keeps when it is renamed.
+_known: dict[int, tuple[dict, Any]] = {}
+
+
+def _parameters(eqn: JaxprEqn) -> Any:
+    known = _known.get(id(eqn.params))
+    if known is not None and known[0] is eqn.params:
+        return known[1]
+    if len(_known) > 100_000:
+        _known.clear()
+    shape: Any = tuple((k, parameter_shape(v)) for k, v in sorted(eqn.params.items()) if k not in _NOT_MEANING | _RULES)
+    if eqn.primitive.name in _CUSTOM:
+        # Functions can't be compared, the programs that they trace to can.
+        shape = (shape, _rule_shape(eqn))
+    _known[id(eqn.params)] = (eqn.params, shape)
+    return shape
+
+
+def _rule_shape(eqn: JaxprEqn) -> Any:
+    """What the custom derivative of an equation computes; unlike any other where it can't be traced."""
+    try:
+        if eqn.primitive.name == "custom_jvp_call":
+            rule = derivatives.tangent_rule(eqn)
+            return (parameter_shape(rule.program), rule.zeros, rule.out_zeros)
+        back = derivatives.backward_rule(eqn)
+        return (parameter_shape(back.forward), parameter_shape(back.backward), back.forwarded, back.places)
+    except (NotSeparableError, NotImplementedError, TypeError, ValueError):
+        return ("rule", id(eqn.params))
 
 
 def _type(atom: Any) -> Any:

@@ -40,9 +40,14 @@ def build(
     loss = separate(full, micro, rows, stages)
     chain = loss.found.chain
     if chain is None and stages > 1:
+        obstacle = loss.found.obstacle
+        reason = (
+            f"its blocks differ: {obstacle}"
+            if obstacle
+            else f"no chain of equal blocks was found among {len(loss.graph.epilogue.eqns)} equations of the loss"
+        )
         raise NoRepeatedBlocksError(
-            f"pipe={stages} needs a model with repeated blocks, but no chain of equal blocks was found among "
-            f"{len(loss.graph.epilogue.eqns)} equations of the loss; use pipe=1, or give the model at least two equal layers"
+            f"pipe={stages} needs a model with repeated blocks, but {reason}; use pipe=1, or make at least two layers equal"
         )
     program = loss.graph.program
     lane_groups, stack_inputs = block_inputs(loss.found)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from merak_jax.errors import StateError
 from merak_jax.runtime.reroll import Rerolled
-from merak_jax.runtime.state import PackedState, StateLayout
+from merak_jax.runtime.state import PackedState, StateLayout, leaf_paths
 from merak_jax.tracing.inline import inline
 from merak_jax.tracing.jaxprs import constants_to_inputs
 
@@ -21,7 +21,8 @@ def initialise(function: Callable, args: Sequence[Any], layout: StateLayout) -> 
     Raises StateError when the function makes another structure than the step was planned for.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    if jax.tree.structure(shapes) != layout.tree:
+    # Called again, an initialiser makes its optimizer again: static fields are new objects, leaves and paths are the same.
+    if leaf_paths(shapes) != layout.paths:
         raise StateError("the initialiser makes another structure than the state that the step was planned for")
     jaxpr, constants = constants_to_inputs(inline(closed))
     program = Rerolled(jaxpr, [], [], layout.lanes)

@@ -56,7 +56,10 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> Los
     for n, (a, b) in enumerate(zip(operands, micro_operands)):
         bits = depends[a] if isinstance(a, Var) else 0
         statuses.append(_operand_status(full, n, a, b))
-        if bits & BATCH and (isinstance(statuses[-1], Batched) or whole):
+        if n >= full.num_loss_constants:
+            _check_differentiated(full, n, bits, statuses[-1])
+            domains.append(Domain.PARAMETER)
+        elif bits & BATCH and (isinstance(statuses[-1], Batched) or whole):
             domains.append(Domain.BATCH)
         else:
             # What the step made of the whole batch beforehand (a token count) is a constant for the loss.
@@ -86,6 +89,16 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> Los
     graph = found if stages > 1 else whole_loss(found, domain)
     # Merging equal equations keeps the inputs, so `inputs` stays valid for the graph's program.
     return LossProgram(proved, graph, found, tuple(constants), inputs, rows_status)
+
+
+def _check_differentiated(full: TracedStep, n: int, bits: int, status: Any) -> None:
+    """Raise NotSeparableError where the gradient is taken with respect to something made of the batch."""
+    if bits & BATCH or isinstance(status, Batched):
+        aval = full.equation.invars[n].aval.str_short()
+        raise NotSeparableError(
+            f"the gradient call at {full.equation.params['source']} differentiates a value {aval} that depends on the batch "
+            f"(differentiated leaf {n - full.num_loss_constants}); only gradients of parameters are supported"
+        )
 
 
 def _check_loss_reads(full: TracedStep, domains: Sequence[Domain]) -> None:

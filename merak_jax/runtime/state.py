@@ -85,6 +85,11 @@ class StateLayout:
     def shard(self, tree: Any) -> PackedState:
         """Place the user's tree on the mesh; every array is a fresh buffer, so that donating it cannot touch the user's."""
         structure = jax.tree.structure(tree)
+        if structure != self.tree and leaf_paths(tree) == self.paths:
+            raise StateError(
+                "the state has the leaves that the step was planned for, but other static fields (an optimizer or apply_fn "
+                "made anew); make them once, outside the function that creates the state, or pass the state to the step as it is"
+            )
         if structure != self.tree:
             raise StateError(
                 f"the state has another structure than the one the step was planned for:\n  {structure}\n"
@@ -130,6 +135,11 @@ def _on_default(leaf):
     ):
         return np.asarray(leaf)
     return leaf
+
+
+def leaf_paths(tree: Any) -> tuple[str, ...]:
+    """The path of each leaf."""
+    return tuple(jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
 
 
 def shapes_key(tree: Any) -> Any:
