@@ -74,9 +74,10 @@ def choose(options: argparse.Namespace) -> list:
         if precision == "float32" or (cell.mask == "ragged" and cell.optimizer == "sgd" and cell.microbatches != "8")
     ]
     cells: list[Cell] = [cell for cell in wide + narrow if options.only is None or options.only in str(cell)]
-    if options.sample is not None and options.sample < len(cells):
-        picked = np.random.default_rng(options.seed).choice(len(cells), options.sample, replace=False)
-        cells = [cells[n] for n in sorted(picked)]
+    if options.sample is not None:
+        # In the order drawn: a run that stops early has seen a bit of everything.
+        order = np.random.default_rng(options.seed).permutation(len(cells))
+        cells = [cells[n] for n in order[: options.sample]]
     return cells[: options.limit]
 
 

@@ -71,7 +71,7 @@ def emulate(num_devices: int = 8) -> None:
     """
     if _compat.backend_initialised():
         have = jax.devices()
-        if have[0].platform == "cpu" and len(have) >= num_devices:
+        if have[0].platform == "cpu" and len(have) == num_devices:
             return
         raise EmulationError(
             f"JAX already runs with {len(have)} {have[0].platform} device(s); merak_jax.emulate({num_devices}) must come before "

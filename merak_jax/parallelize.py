@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from merak_jax.errors import BatchError, PlanError
+from merak_jax.errors import BatchError, PlanError, StateError
 from merak_jax.mesh import check_mesh, make_mesh
 from merak_jax.planning.describe import describe
 from merak_jax.planning.plan import SCHEDULES, Plan, make_table
@@ -282,6 +282,11 @@ class _Runner:
         """An argument as a packed state of this runner's layout."""
         layout = self.layouts[argument]
         if isinstance(state, PackedState):
+            if any(array.is_deleted() for array in state._arrays):
+                raise StateError(
+                    "this state was donated to an earlier call and is gone; use the state which that call returned, or keep "
+                    "states alive with parallelize(..., donate=False)"
+                )
             if state._layout == layout:
                 return state
             return layout.shard(state._layout.unshard(state._arrays))

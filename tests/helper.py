@@ -49,10 +49,19 @@ class Differences:
         return lines
 
 
-def assert_same_as_single_device(train_step: Callable, make_state: Callable, make_batch: Callable, mesh, *,
-                                 optimizer: optax.GradientTransformation | None = None, precision: str = "float64",
-                                 rest: tuple = (), steps: int = STEPS, expected: Run | None = None,
-                                 **options: Any) -> Differences:
+def assert_same_as_single_device(
+    train_step: Callable,
+    make_state: Callable,
+    make_batch: Callable,
+    mesh,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    precision: str = "float64",
+    rest: tuple = (),
+    steps: int = STEPS,
+    expected: Run | None = None,
+    **options: Any,
+) -> Differences:
     """Assert that `merak_jax.parallelize(train_step, mesh=mesh, **options)` computes what `jax.jit(train_step)` does.
 
     The same three batches go through both. Compared are all metrics and the raw gradients of the first step, and metrics
@@ -110,6 +119,7 @@ def _recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
 
 def raw_gradients(state: Any) -> Any:
     """The gradients of the latest step, kept by the `optax.trace(decay=0)` in the state."""
+
     def is_trace(x):
         return isinstance(x, optax.TraceState)
 
@@ -121,7 +131,8 @@ def differences(actual: Run, expected: Run) -> Differences:
     return Differences(
         metrics=worst_leaf(actual.metrics[0], expected.metrics[0], floor=0.0),
         gradients=worst_leaf(actual.gradients, expected.gradients),
-        trained=max(worst_leaf(actual.state, expected.state), worst_leaf(actual.metrics, expected.metrics, floor=0.0)))
+        trained=max(worst_leaf(actual.state, expected.state), worst_leaf(actual.metrics, expected.metrics, floor=0.0)),
+    )
 
 
 def worst_leaf(actual: Any, expected: Any, floor: float = FLOOR) -> tuple[float, str]:
@@ -134,15 +145,20 @@ def worst_leaf(actual: Any, expected: Any, floor: float = FLOOR) -> tuple[float,
     is above the bar.
     """
     assert jax.tree.structure(actual) == jax.tree.structure(expected), (
-        f"another tree structure: {jax.tree.structure(actual)}, expected {jax.tree.structure(expected)}")
-    pairs = [(path, _array(a), _array(e)) for (path, a), e in zip(tree_flatten_with_path(actual)[0], jax.tree.leaves(expected))]
+        f"another tree structure: {jax.tree.structure(actual)}, expected {jax.tree.structure(expected)}"
+    )
+    pairs = [
+        (path, _array(a), _array(e))
+        for (path, a), e in zip(tree_flatten_with_path(actual)[0], jax.tree.leaves(expected))
+    ]
     largest: dict[str, float] = {}
     for path, _, e in pairs:
         largest[_kind(path)] = max(largest.get(_kind(path), 0.0), _largest(e))
     worst = (0.0, "")
     for path, a, e in pairs:
         assert (a.shape, a.dtype) == (e.shape, e.dtype), (
-            f"{keystr(path)} is {a.dtype}{list(a.shape)}, expected {e.dtype}{list(e.shape)}")
+            f"{keystr(path)} is {a.dtype}{list(a.shape)}, expected {e.dtype}{list(e.shape)}"
+        )
         if not _is_inexact(e):
             np.testing.assert_array_equal(a, e, err_msg=keystr(path))
             continue
@@ -166,7 +182,11 @@ def _is_inexact(array: np.ndarray) -> bool:
 
 
 def _largest(array: np.ndarray) -> float:
-    return float(np.max(np.abs(array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)))) if array.size else 0.0
+    return (
+        float(np.max(np.abs(array.astype(np.complex128 if array.dtype.kind == "c" else np.float64))))
+        if array.size
+        else 0.0
+    )
 
 
 def _kind(path: tuple) -> str:

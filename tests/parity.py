@@ -28,8 +28,12 @@ OPTIMIZERS = ("sgd", "adamw")
 # Found by trying: most seeds give 23 cells or more, this one 20.
 SEED = 106
 # precision: (type of the computation, type of the parameters)
-PRECISIONS = {"float64": (jnp.float64, jnp.float64), "float32": (jnp.float32, jnp.float32),
-              "bfloat16": (jnp.bfloat16, jnp.float32), "all bfloat16": (jnp.bfloat16, jnp.bfloat16)}
+PRECISIONS = {
+    "float64": (jnp.float64, jnp.float64),
+    "float32": (jnp.float32, jnp.float32),
+    "bfloat16": (jnp.bfloat16, jnp.float32),
+    "all bfloat16": (jnp.bfloat16, jnp.bfloat16),
+}
 LENGTH, VOCABULARY = 8, 32
 
 
@@ -48,8 +52,19 @@ class Cell:
     precision: str = "float64"
 
     def __str__(self) -> str:
-        return "-".join([self.mesh_name, f"M={self.microbatches}", f"L={self.depth}", self.layers, self.head, self.schedule,
-                         self.mask.replace(" ", "_"), self.optimizer, self.precision.replace(" ", "_")])
+        return "-".join(
+            [
+                self.mesh_name,
+                f"M={self.microbatches}",
+                f"L={self.depth}",
+                self.layers,
+                self.head,
+                self.schedule,
+                self.mask.replace(" ", "_"),
+                self.optimizer,
+                self.precision.replace(" ", "_"),
+            ]
+        )
 
     @property
     def mesh_name(self) -> str:
@@ -80,9 +95,18 @@ class Cell:
     def settings(self) -> tuple[tuple[str, object], ...]:
         """The options whose pairs are to be covered; a mesh counts as three."""
         data, pipe, tensor = self.mesh
-        return (("data", data), ("pipe", pipe), ("tensor", tensor), ("microbatches", self.microbatches), ("depth", self.depth),
-                ("layers", self.layers), ("head", self.head), ("schedule", self.schedule), ("mask", self.mask),
-                ("optimizer", self.optimizer))
+        return (
+            ("data", data),
+            ("pipe", pipe),
+            ("tensor", tensor),
+            ("microbatches", self.microbatches),
+            ("depth", self.depth),
+            ("layers", self.layers),
+            ("head", self.head),
+            ("schedule", self.schedule),
+            ("mask", self.mask),
+            ("optimizer", self.optimizer),
+        )
 
     @property
     def demands(self) -> list:
@@ -114,15 +138,26 @@ def covering_cells(cells: list[Cell], seed: int = SEED) -> list[Cell]:
 
 def mesh_of(data: int, pipe: int, tensor: int):
     """A mesh on the first devices."""
-    return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[:math.prod((data, pipe, tensor))])
+    return merak_jax.make_mesh(
+        data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[: math.prod((data, pipe, tensor))]
+    )
 
 
-def make_model(depth: int = 3, layers: str = "unrolled", head: str = "tied", precision: str = "float64", **changes) -> GPT2:
+def make_model(
+    depth: int = 3, layers: str = "unrolled", head: str = "tied", precision: str = "float64", **changes
+) -> GPT2:
     """A GPT-2 of width 16, with 4 heads and 32 tokens."""
     dtype, param_dtype = PRECISIONS[precision]
     sizes = dict(vocab_size=VOCABULARY, max_length=2 * LENGTH, num_layers=depth, num_heads=4, width=16)
-    return GPT2(GPT2Config(**{**sizes, **changes}, tie_head=head == "tied", scan_layers=layers == "scanned",
-                           dtype=dtype, param_dtype=param_dtype))
+    return GPT2(
+        GPT2Config(
+            **{**sizes, **changes},
+            tie_head=head == "tied",
+            scan_layers=layers == "scanned",
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+    )
 
 
 def state_maker(model: GPT2, state_class: type[TrainState] = TrainState, size: float = 0.1, **fields):
@@ -139,6 +174,7 @@ def state_maker(model: GPT2, state_class: type[TrainState] = TrainState, size: f
 
 def train_step(state, batch):
     """A step with a masked mean; its metrics are the loss, the norm of the gradients and the number of tokens."""
+
     def loss(params):
         logits = state.apply_fn({"params": params}, batch["tokens"])
         return next_token_loss(logits, batch["targets"], batch["mask"])
@@ -148,7 +184,9 @@ def train_step(state, batch):
     return state.apply_gradients(grads=gradients), metrics
 
 
-def make_batch(n: int, rows: int = 16, data: int = 1, num_microbatches: int = 1, mask: str = "ragged", dtype=jnp.float64):
+def make_batch(
+    n: int, rows: int = 16, data: int = 1, num_microbatches: int = 1, mask: str = "ragged", dtype=jnp.float64
+):
     """The batch of step n: random tokens; rows of every length from 1 to all; perhaps a microbatch of only masked tokens."""
     rng = np.random.default_rng(n)
     lengths = rng.integers(1, LENGTH + 1, rows)
@@ -210,8 +248,13 @@ def _setting(cell: Cell) -> dict:
         # One step: rounding makes the parameters after it differ, and the next gradients are taken elsewhere.
         return dict(make_state=maker, make_batch=batches, optimizer=_optimizer(cell.optimizer), steps=1)
     batches = functools.partial(
-        make_batch, rows=cell.rows, data=cell.mesh[0], num_microbatches=cell.num_microbatches, mask=cell.mask,
-        dtype=PRECISIONS[cell.precision][0])
+        make_batch,
+        rows=cell.rows,
+        data=cell.mesh[0],
+        num_microbatches=cell.num_microbatches,
+        mask=cell.mask,
+        dtype=PRECISIONS[cell.precision][0],
+    )
     return dict(make_state=maker, make_batch=batches, optimizer=_optimizer(cell.optimizer))
 
 
@@ -224,6 +267,7 @@ def reordering_noise(cell: Cell) -> float:
     """How much the gradients of one device depend on the order of the rows of the batch: worst leaf over three orders."""
     setting, expected, worst = _setting(cell), reference(cell).gradients, 0.0
     for seed in range(3):
+
         def reordered(n, seed=seed):
             batch = setting["make_batch"](n)
             order = np.random.default_rng(seed).permutation(len(batch["tokens"]))
@@ -236,8 +280,13 @@ def reordering_noise(cell: Cell) -> float:
 
 def compare(cell: Cell) -> Differences:
     """How far the parallel run of a cell is from the single-device run."""
-    run = run_on_mesh(train_step, mesh=mesh_of(*cell.mesh), num_microbatches=cell.num_microbatches, schedule=cell.schedule,
-                      **_setting(cell))
+    run = run_on_mesh(
+        train_step,
+        mesh=mesh_of(*cell.mesh),
+        num_microbatches=cell.num_microbatches,
+        schedule=cell.schedule,
+        **_setting(cell),
+    )
     return differences(run, reference(cell))
 
 

@@ -30,8 +30,10 @@ def test_the_cells_cover_every_mesh_and_every_pair_of_options():
     assert len(CELLS) <= 24
 
 
-@pytest.mark.parametrize("precision, parameters", [
-    ("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("all bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    "precision, parameters",
+    [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("all bfloat16", "bfloat16")],
+)
 def test_a_model_keeps_its_precision_although_float64_is_enabled(precision, parameters):
     state = state_maker(make_model(precision=precision))(optax.sgd(1.0))
     assert {str(p.dtype) for p in jax.tree.leaves(state.params)} == {parameters}
@@ -52,10 +54,14 @@ def test_float32_is_the_same(mesh):
 
 @pytest.mark.parametrize("precision", ["bfloat16", "all bfloat16"])
 def test_bfloat16_is_the_same_within_its_rounding_and_does_not_abort(precision):
-    cells = [Cell(mesh, rule, 4, "unrolled", "tied", "1f1b", "ragged", "sgd", precision)
-             for mesh, rule in (((2, 2, 2), "P"), ((1, 4, 2), "P"), ((2, 4, 1), "P-1"))]
+    cells = [
+        Cell(mesh, rule, 4, "unrolled", "tied", "1f1b", "ragged", "sgd", precision)
+        for mesh, rule in (((2, 2, 2), "P"), ((1, 4, 2), "P"), ((2, 4, 1), "P-1"))
+    ]
     noise = max(reordering_noise(cell) for cell in cells)
-    assert noise < BARS["bfloat16"][0], f"one device differs from itself by {noise:.1e}: the comparison would mean nothing"
+    assert noise < BARS["bfloat16"][0], (
+        f"one device differs from itself by {noise:.1e}: the comparison would mean nothing"
+    )
     # A collective that gets stuck kills its process: another one than this.
     results = [result for cell in cells for result in run_batch([cell])]
     assert all(result["passed"] for result in results), [result for result in results if not result["passed"]]

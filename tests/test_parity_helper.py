@@ -24,14 +24,19 @@ def test_every_leaf_that_is_not_zero_by_structure_is_seen_when_it_is_rescaled(gr
     for n, name in enumerate(names):
         if "['key']['bias']" in name:
             continue
-        worst, leaf = worst_leaf(jax.tree.unflatten(tree, [*leaves[:n], factor * leaves[n], *leaves[n + 1:]]), gradients)
+        worst, leaf = worst_leaf(
+            jax.tree.unflatten(tree, [*leaves[:n], factor * leaves[n], *leaves[n + 1 :]]), gradients
+        )
         assert worst > BARS["float64"][0] and leaf == name
 
 
 def test_a_gradient_that_is_zero_by_structure_may_be_any_noise(gradients):
     noisy = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: -leaf if path[-2:] == jax.tree_util.tree_flatten_with_path({"key": {"bias": 0}})[0][0][0] else leaf,
-        gradients)
+        lambda path, leaf: (
+            -leaf if path[-2:] == jax.tree_util.tree_flatten_with_path({"key": {"bias": 0}})[0][0][0] else leaf
+        ),
+        gradients,
+    )
     worst, leaf = worst_leaf(noisy, gradients)
     assert 0 < worst < BARS["float64"][0] and "['key']['bias']" in leaf
 
@@ -43,8 +48,11 @@ def test_a_number_that_is_not_finite_is_over_every_bar(bad):
     assert Differences(worst, (0.0, ""), (0.0, "")).over("bfloat16")
 
 
-@pytest.mark.parametrize("other", [
-    {"a": jnp.ones(2, jnp.float32)}, {"a": jnp.ones(3)}, {"b": jnp.ones(2)}, {"a": np.ones(2), "b": np.ones(2)}], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [{"a": jnp.ones(2, jnp.float32)}, {"a": jnp.ones(3)}, {"b": jnp.ones(2)}, {"a": np.ones(2), "b": np.ones(2)}],
+    ids=str,
+)
 def test_another_type_shape_or_structure_fails(other):
     with pytest.raises(AssertionError):
         worst_leaf(other, {"a": jnp.ones(2)})

@@ -28,7 +28,8 @@ def quick_compile():
 
 def check(step, mesh=(2, 2, 1), make_state=None, **options):
     return assert_same_as_single_device(
-        step, make_state or state_maker(make_model()), make_batch, mesh_of(*mesh), **{"num_microbatches": 4, **options})
+        step, make_state or state_maker(make_model()), make_batch, mesh_of(*mesh), **{"num_microbatches": 4, **options}
+    )
 
 
 def logits_of(state, params, batch):
@@ -48,15 +49,30 @@ def test_metrics_are_those_of_one_device(mesh):
         def loss(params):
             logits = logits_of(state, params, batch)
             correct = (logits.argmax(-1) == batch["targets"]) * batch["mask"]
-            aux = {"logits": logits, "row_loss": row_losses(logits, batch), "num_correct": correct.sum(),
-                   "accuracy": correct.sum() / batch["mask"].sum(), "mean_logit": logits.mean(),
-                   "nothing": None, "constant": jnp.float32(3), "length": batch["tokens"].shape[1]}
+            aux = {
+                "logits": logits,
+                "row_loss": row_losses(logits, batch),
+                "num_correct": correct.sum(),
+                "accuracy": correct.sum() / batch["mask"].sum(),
+                "mean_logit": logits.mean(),
+                "nothing": None,
+                "constant": jnp.float32(3),
+                "length": batch["tokens"].shape[1],
+            }
             return next_token_loss(logits, batch["targets"], batch["mask"]), aux
 
         (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
-        metrics = {**aux, "loss": value, "perplexity": jnp.exp(value), "grad_norm": optax.global_norm(gradients),
-                   "param_norm": optax.global_norm(state.params), "learning_rate": schedule(state.step),
-                   "last_row": aux["row_loss"][-1], "num_tokens": batch["mask"].sum(), "pair": (1, [2.5, None])}
+        metrics = {
+            **aux,
+            "loss": value,
+            "perplexity": jnp.exp(value),
+            "grad_norm": optax.global_norm(gradients),
+            "param_norm": optax.global_norm(state.params),
+            "learning_rate": schedule(state.step),
+            "last_row": aux["row_loss"][-1],
+            "num_tokens": batch["mask"].sum(),
+            "pair": (1, [2.5, None]),
+        }
         return state.apply_gradients(grads=gradients), metrics
 
     check(step, mesh)
@@ -70,7 +86,8 @@ def test_a_gradient_for_several_arguments_with_keywords():
 
         rest = {name: value for name, value in state.params.items() if name != "token_embedding"}
         value, (first, second) = value_and_grad(loss, argnums=(0, 1))(
-            state.params["token_embedding"], rest, batch=batch, scale=2.0)
+            state.params["token_embedding"], rest, batch=batch, scale=2.0
+        )
         return state.apply_gradients(grads={**second, "token_embedding": first}), {"loss": value}
 
     check(step)
@@ -83,7 +100,9 @@ def test_a_gradient_for_some_parameters_leaves_the_others():
             return next_token_loss(logits, batch["targets"], batch["mask"])
 
         blocks = {name: value for name, value in state.params.items() if name.startswith("h_")}
-        others = {name: jax.tree.map(jnp.zeros_like, value) for name, value in state.params.items() if name not in blocks}
+        others = {
+            name: jax.tree.map(jnp.zeros_like, value) for name, value in state.params.items() if name not in blocks
+        }
         return state.apply_gradients(grads={**others, **jax.grad(loss)(blocks)}), {}
 
     check(step)
@@ -134,8 +153,15 @@ def rich_state_maker(key):
         base = plain(tx)
         params = {**base.params, "unused": {"kernel": jnp.ones((3, 5)), "bias": jnp.arange(5.0)}}
         frozen = {"table": jnp.arange(32.0), "flags": jnp.array([True, False]), "sizes": np.arange(4, dtype=np.int8)}
-        return RichState.create(apply_fn=base.apply_fn, params=params, tx=tx, frozen=frozen, average=params, key=key,
-                                history=(jnp.zeros(()), None))
+        return RichState.create(
+            apply_fn=base.apply_fn,
+            params=params,
+            tx=tx,
+            frozen=frozen,
+            average=params,
+            key=key,
+            history=(jnp.zeros(()), None),
+        )
 
     return make
 

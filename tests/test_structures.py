@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import merak_jax
-from merak_jax.errors import NoRepeatedBlocksError, NotSeparableError
+from merak_jax.errors import NoRepeatedBlocksError, NotSeparableError, StateError
 
 LAYERS = 4
 random = np.random.default_rng(0)
@@ -182,6 +182,64 @@ def test_numbers_are_those_of_one_device(loss, params):
     expected = jax.jit(train_step)(params, batch)
     for actual, wanted in zip(jax.tree.leaves((step.unshard(new), metrics)), jax.tree.leaves(expected), strict=True):
         assert np.abs(actual - wanted).max() <= 1e-12 * np.abs(wanted).max()
+
+
+def frozen_step(trained):
+    """A step that trains the blocks in `trained` only; the others are closed over."""
+
+    def train_step(params, batch):
+        def loss(blocks):
+            everything = [blocks.get(str(i), block) for i, block in enumerate(params["blocks"])]
+            return blocks_in_a_row({**params, "blocks": everything}, batch, relu_block)
+
+        value, grads = jax.value_and_grad(loss)({str(i): params["blocks"][i] for i in trained})
+        blocks = [
+            jax.tree.map(lambda p, g: p - g, block, grads[str(i)]) if str(i) in grads else block
+            for i, block in enumerate(params["blocks"])
+        ]
+        return {**params, "blocks": blocks}, value
+
+    return train_step
+
+
+@pytest.mark.filterwarnings("ignore::merak_jax.runtime.reroll.RerollWarning")
+@pytest.mark.parametrize("trained", [(2, 3), (0, 1), (1, 3), (3,), (0,)], ids=str)
+def test_frozen_and_trained_blocks_in_one_chain(trained):
+    train_step = frozen_step(trained)
+    step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(data=4, pipe=2), num_microbatches=1)
+    batch = batch_of(8)
+    new, value = step(PARAMS, batch)
+    expected, wanted = jax.jit(train_step)(PARAMS, batch)
+    for a, e in zip(jax.tree.leaves((step.unshard(new), value)), jax.tree.leaves((expected, wanted)), strict=True):
+        assert np.abs(a - e).max() <= 1e-12 * np.abs(e).max()
+
+
+@pytest.mark.filterwarnings("ignore::merak_jax.runtime.reroll.RerollWarning")
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_constant_in_one_block_where_the_others_have_a_parameter(layer):
+    def loss(params, batch):
+        h = first(params, batch)
+        for i, block in enumerate(params["blocks"]):
+            down = jnp.asarray(np.linspace(-1, 1, 48).reshape(8, 6)) if i == layer else block["down"]
+            h = tanh_block({**block, "down": down}, h)
+        return last(params, h, batch)
+
+    train_step = step_of(loss)
+    step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(data=4, pipe=2), num_microbatches=1)
+    batch = batch_of(8)
+    new, metrics = step(PARAMS, batch)
+    expected = jax.jit(train_step)(PARAMS, batch)
+    for a, e in zip(jax.tree.leaves((step.unshard(new), metrics)), jax.tree.leaves(expected), strict=True):
+        assert np.abs(a - e).max() <= 1e-12 * np.abs(e).max()
+
+
+def test_a_donated_state_given_again_is_refused():
+    step = merak_jax.parallelize(step_of(two_kinds_in_turn), mesh=merak_jax.make_mesh(data=4, pipe=2), num_microbatches=1)
+    batch = batch_of(8)
+    state, _ = step(PARAMS, batch)
+    step(state, batch)
+    with pytest.raises(StateError, match="donated"):
+        step(state, batch)
 
 
 def refused(loss, params, error, match, **sizes):

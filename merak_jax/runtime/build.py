@@ -50,7 +50,7 @@ def build(
             f"pipe={stages} needs a model with repeated blocks, but {reason}; use pipe=1, or make at least two layers equal"
         )
     program = loss.graph.program
-    lane_groups, stack_inputs = block_inputs(loss.found)
+    lane_groups, stack_inputs = block_inputs(loss, full.num_loss_constants)
     operands = full.equation.invars
 
     def outer(var: Var):

@@ -64,7 +64,7 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> Los
         else:
             # What the step made of the whole batch beforehand (a token count) is a constant for the loss.
             domains.append(Domain.CONSTANT if bits & BATCH else Domain(bits & PARAMETER))
-    _check_loss_reads(full, domains)
+    _check_loss_reads(full, domains, depends)
     proved = microbatch(
         full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=rows, rows_traced=micro.rows
     )
@@ -101,7 +101,7 @@ def _check_differentiated(full: TracedStep, n: int, bits: int, status: Any) -> N
         )
 
 
-def _check_loss_reads(full: TracedStep, domains: Sequence[Domain]) -> None:
+def _check_loss_reads(full: TracedStep, domains: Sequence[Domain], depends: dict[Var, int]) -> None:
     """Raise TraceError unless the loss reads both the batch and what it is differentiated by."""
     jaxpr, source = full.loss.jaxpr, full.equation.params["source"]
     inputs = {v: 0 for v in jaxpr.constvars}
@@ -111,6 +111,11 @@ def _check_loss_reads(full: TracedStep, domains: Sequence[Domain]) -> None:
     bits = dependence(jaxpr, inputs)[loss] if isinstance(loss, Var) else 0
     if not bits & PARAMETER:
         raise TraceError(f"the loss differentiated at {source} does not read the parameters it is differentiated by")
+    if not bits & BATCH and any(isinstance(a, Var) and depends[a] & BATCH for a in full.equation.invars):
+        raise TraceError(
+            f"the loss differentiated at {source} reads the batch only through values whose sizes do not follow the batch; "
+            "the step prepares them with a hard-coded size: take sizes from the batch"
+        )
     if not bits & BATCH:
         raise TraceError(
             f"the loss differentiated at {source} does not read the batch argument of the train step; pass the "
@@ -140,12 +145,23 @@ def _operand_status(full: TracedStep, n: int, a: Any, b: Any) -> Any:
     )
 
 
-def block_inputs(graph: BlockGraph) -> tuple[list[tuple[Var, ...]], list[Var]]:
-    """The inputs of the loss that blocks read: one per block, and stacks `[L, ...]`."""
+def block_inputs(loss: LossProgram, num_constants: int) -> tuple[list[tuple[Var, ...]], list[Var]]:
+    """The inputs of the loss that blocks read: one per block, and stacks `[L, ...]`.
+
+    The members of a group are all differentiated, all other operands, or all constants: where some blocks are frozen and
+    others are not, their inputs stay apart.
+    """
+    graph = loss.found
     chain = graph.chain
     if chain is None:
         return [], []
-    lane_groups = _disjoint(lane_leaves(graph.program, [s.values for s in chain.slots if s.stack is None]))
+
+    def kind(var: Var) -> tuple[str, bool]:
+        source = loss.inputs[var]
+        return source.kind, source.kind == "operand" and source.index >= num_constants
+
+    found = lane_leaves(graph.program, [s.values for s in chain.slots if s.stack is None])
+    lane_groups = _disjoint([g for g in found if len({kind(v) for v in g}) == 1])
     in_lanes = {v for g in lane_groups for v in g}
     stacks = stack_leaves(graph.program, [s.stack for s in chain.slots if s.stack is not None], chain.length)
     return lane_groups, [v for v in stacks if v not in in_lanes]

@@ -202,6 +202,9 @@ class PackedState:
             f"the sharded state is read-only; use step.unshard(state), change {name!r}, and step.shard it"
         )
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__setattr__(str(key), value)
+
     def __getitem__(self, key: Any) -> Any:
         return self._resolve(self._outline()[key])
 

@@ -28,7 +28,7 @@ _CREATORS = frozenset({"broadcast_in_dim", "iota", "random_bits", "random_split"
 WAYS_OUT = (
     "Microbatches would not give the numbers of the full batch. Two ways out: run the batch whole "
     "(num_microbatches=1 on a mesh with data=1), or rewrite the loss as a sum over rows (divided by counts "
-    "that depend on the batch only)."
+    "that depend on the batch only). A value that is only reported can be computed after the gradient call."
 )
 
 

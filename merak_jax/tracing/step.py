@@ -78,11 +78,18 @@ def batch_rows(batch_leaves: Sequence[tuple[str, Any]]) -> tuple[int, list[bool]
     Raises BatchError when leaves disagree on B or when no leaf has rows.
     """
 
-    def is_key(leaf):
-        raw = leaf.dtype == jax.numpy.uint32 and leaf.shape in ((2,), (4,))
-        return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) or raw
+    def is_typed_key(leaf):
+        return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
-    has_rows = [leaf.ndim > 0 and not is_key(leaf) for _, leaf in batch_leaves]
+    def is_raw_key(leaf):
+        return leaf.dtype == jax.numpy.uint32 and leaf.shape in ((2,), (4,))
+
+    # A short uint32 vector may be labels or a raw key: it is a key where the other leaves have another number of rows.
+    plain = {leaf.shape[0] for _, leaf in batch_leaves if leaf.ndim and not is_typed_key(leaf) and not is_raw_key(leaf)}
+    has_rows = [
+        leaf.ndim > 0 and not is_typed_key(leaf) and (not is_raw_key(leaf) or not plain or leaf.shape[0] in plain)
+        for _, leaf in batch_leaves
+    ]
     sizes = {path: leaf.shape[0] for (path, leaf), rows in zip(batch_leaves, has_rows) if rows}
     if not sizes:
         raise BatchError("the batch has no array with a leading batch dimension; pass arrays [batch, ...]")
