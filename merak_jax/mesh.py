@@ -67,11 +67,13 @@ def check_mesh(mesh: Mesh) -> Mesh:
 def emulate(num_devices: int = 8) -> None:
     """Make `num_devices` CPU devices in this process, for tests and laptops; call it before the first use of JAX.
 
-    Raises EmulationError when a backend is running already with another number of devices.
+    Once JAX runs, it can't be changed: EmulationError when there are fewer devices or none of a CPU, a warning when more.
     """
     if _compat.backend_initialised():
         have = jax.devices()
-        if have[0].platform == "cpu" and len(have) == num_devices:
+        if have[0].platform == "cpu" and len(have) >= num_devices:
+            if len(have) > num_devices:
+                warnings.warn(f"JAX already runs with {len(have)} CPU devices, not {num_devices}", stacklevel=2)
             return
         raise EmulationError(
             f"JAX already runs with {len(have)} {have[0].platform} device(s); merak_jax.emulate({num_devices}) must come before "

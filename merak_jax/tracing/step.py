@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -156,10 +157,12 @@ def trace(
     closed = _without_dead_equations(inline(closed))
     position = _the_gradient_call(closed.jaxpr)
     eqn = closed.jaxpr.eqns[position]
+    loss = inline(eqn.params["jaxpr"])
+    _check_effects([*closed.jaxpr.eqns, *loss.jaxpr.eqns])
     return TracedStep(
         jaxpr=closed,
         loss_eqn=position,
-        loss=inline(eqn.params["jaxpr"]),
+        loss=loss,
         num_loss_constants=eqn.params["num_constants"],
         in_trees=in_trees,
         out_tree=jax.tree.structure(out_shape),
@@ -169,6 +172,21 @@ def trace(
         leaf_rows=tuple(leaf_rows),
         rows=rows if rows is not None else size,
     )
+
+
+def _check_effects(eqns: Sequence[JaxprEqn]) -> None:
+    """Prints for debugging are left out, with a warning; TraceError for callbacks that the step's meaning depends on."""
+    for eqn in eqns:
+        if not eqn.effects:
+            continue
+        line = _compat.source_line(eqn)
+        if all("Debug" in type(effect).__name__ for effect in eqn.effects):
+            warnings.warn(f"the parallel step leaves out the debug print or callback at {line}", stacklevel=2)
+        else:
+            raise TraceError(
+                f"`{eqn.primitive.name}` at {line} has side effects, which a step that runs in microbatches on many "
+                "devices would repeat; move it out of the train step"
+            )
 
 
 def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:

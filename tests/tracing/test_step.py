@@ -11,7 +11,7 @@ import pytest
 from flax import struct
 from flax.training.train_state import TrainState
 
-from merak_jax.errors import BatchError, GradientCallError
+from merak_jax.errors import BatchError, GradientCallError, TraceError
 from merak_jax.tracing.jaxprs import evaluate
 from merak_jax.tracing.step import abstract, batch_rows, trace, unwrap
 from tests.tracing.test_gradient import run_call
@@ -206,3 +206,23 @@ def test_a_step_without_a_gradient_is_refused():
     with pytest.raises(GradientCallError, match="takes no gradient"):
         trace(lambda state, batch: (state, MODEL.apply({"params": state.params}, batch["x"]).mean()),
               (make_state(), make_batch()), (1,))
+
+
+def test_a_debug_print_is_left_out_with_a_warning_and_a_callback_is_refused():
+    from jax.experimental import io_callback
+
+    def step_with(effect):
+        def train_step(params, batch):
+            def loss(params):
+                effect(batch.sum())
+                return ((batch @ params) ** 2).mean()
+
+            return params - jax.grad(loss)(params)
+
+        return train_step
+
+    args = (jnp.ones(3), jnp.ones((4, 3)))
+    with pytest.warns(UserWarning, match=r"leaves out the debug print .*test_step.py:\d+"):
+        trace(step_with(lambda x: jax.debug.print("{}", x)), args, (1,))
+    with pytest.raises(TraceError, match=r"test_step.py:\d+.*side effects"):
+        trace(step_with(lambda x: io_callback(lambda y: None, None, x)), args, (1,))
