@@ -17,7 +17,7 @@ from merak_jax.partition.blocks import BlockGraph
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.runtime.microbatches import Run
 from merak_jax.runtime.rows import rows_back, rows_first
-from merak_jax.runtime.stage import Stage, accumulator_dtype, merge, put, select, take
+from merak_jax.runtime.stage import Stage, accumulator_dtype, is_differentiable, merge, put, select, take
 from merak_jax.schedules.ticks import NONE, TickTable
 from merak_jax.tracing.jaxprs import evaluate
 from merak_jax.tracing.microbatch import Batched, Partial, Shared
@@ -177,6 +177,7 @@ class _TickRun(Run):
         # and XLA keeps every write in place.
         state["arrived"] = [empty_buffer((*lead, *a.shape), a.dtype) for a in chain.carry_avals]
         state["returned"] = [empty_buffer((*lead, *a.shape), a.dtype) for a in select(floats, chain.carry_avals)]
+        state["arrived"] = self._after_what_is_read_later(state["arrived"])
         for name in ("stash", "inbox", "block_shared", "arrived", "returned"):
             state[name] = [self.constrain(x, P("pipe")) for x in state[name]]
         tables = _columns(table)
@@ -193,6 +194,18 @@ class _TickRun(Run):
         for v, total in zip(select(self.stage.shared_gradient, chain.shared), state["block_shared"]):
             shared[v] = shared[v] + total.sum(0)
         return self.finish(state["outputs"]), state["lanes"], self.constrain_shared_sums(list(shared.values()))
+
+    def _after_what_is_read_later(self, buffers) -> list[Any]:
+        """The same empty buffers, but known only when every small shared value is: the first phase starts after them.
+
+        A token count is summed over `data` and read in the second phase. Left alone, XLA:CPU may run that sum on some devices
+        while others are in the first phase's sends, and with few threads neither ends.
+        """
+        known = jnp.zeros((), jnp.float32)
+        for value, spec in zip(self.shared, self.p.shared_specs):
+            if spec == P() and value.size and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
+                known = known + jnp.ravel(value)[0].real.astype(jnp.float32)
+        return [x + known.astype(x.dtype) if is_differentiable(x) else x for x in buffers]
 
     def _tick(self, state, column, phase, present, always):
         """One tick: store what arrived, F on every stage, the epilogue, B on every stage."""
