@@ -275,7 +275,9 @@ class _Runner:
             donate_argnums=(0,) if step._donate else (),
             in_shardings=([layout.shardings for layout in self.layouts.values()], self.other_shardings),
             out_shardings=([layout.shardings for layout in self.layouts.values()], None),
-            compiler_options=_COMPILER_OPTIONS.get({"cuda": "gpu"}.get(platform, platform)),
+            compiler_options=_COMPILER_OPTIONS.get({"cuda": "gpu"}.get(platform, platform))
+            if self.mesh.size > 1
+            else None,
         )
 
     def place(self, state: Any, argument: int) -> PackedState:

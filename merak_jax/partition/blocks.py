@@ -84,11 +84,46 @@ def dependence(program: Jaxpr, input_domain: Mapping[Var, int]) -> dict[Var, int
     return domain
 
 
+def is_expansion(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes a large value of a small one for free: done where it is read, not kept in memory."""
+    return eqn.primitive.name == "iota" or (
+        eqn.primitive.name == "broadcast_in_dim"
+        and _size(eqn.outvars[0]) > max((_size(a) for a in eqn.invars), default=0)
+    )
+
+
+def _size(atom: Any) -> int:
+    return int(np.prod(atom.aval.shape))
+
+
+def _with_expansions(chain: Chain, program: Jaxpr) -> Chain:
+    """The chain with expansions of shared values done inside the block."""
+    expansions = {e.outvars[0]: e for e in program.eqns if is_expansion(e)}
+    prepared = {a for e in chain.lane_prepare.eqns for a in e.invars if isinstance(a, Var)}
+    shared, eqns = list(chain.shared), list(chain.body.eqns)
+    while inside := [v for v in shared if v in expansions and v not in prepared]:
+        shared.remove(inside[0])
+        eqn = expansions[inside[0]]
+        eqns.insert(0, eqn)
+        shared.extend(a for a in eqn.invars if isinstance(a, Var) and a not in shared)
+    body, prepare = chain.body, chain.lane_prepare
+    lanes = len(prepare.outvars)
+    invars = [*body.invars[: chain.num_carry + lanes], *shared, *chain.rows]
+    raw = prepare.invars[: len(chain.slots)]
+    return dataclasses.replace(
+        chain,
+        body=make_jaxpr([], invars, body.outvars, eqns),
+        lane_prepare=make_jaxpr([], [*raw, *shared], prepare.outvars, prepare.eqns),
+        shared=tuple(shared),
+    )
+
+
 class _Slicer:
     """Cuts the programs of prologue, side inputs and epilogue out of the equations that the chain does not cover."""
 
     def __init__(self, program: Jaxpr, eqns: Sequence[JaxprEqn], domain: Mapping[Var, int]):
         self.eqns, self.domain = eqns, domain
+        self.expanding = {v for e in eqns if is_expansion(e) for v in e.outvars}
         self.order = {v: n for n, v in enumerate([*program.invars, *(v for e in program.eqns for v in e.outvars)])}
 
     def cut(self, carry: Sequence[Var], rows: Sequence[Var], outputs) -> tuple[Jaxpr, tuple[Var, ...]]:
@@ -99,7 +134,7 @@ class _Slicer:
 
         def want(atom):
             if isinstance(atom, Var) and atom not in inputs:
-                (wanted if self.domain[atom] & BATCH else shared).add(atom)
+                (wanted if self.domain[atom] & BATCH or atom in self.expanding else shared).add(atom)
 
         for atom in outputs:
             want(atom)
@@ -137,7 +172,7 @@ def _whole(program: Jaxpr, domain) -> BlockGraph:
 
 def _assemble(program: Jaxpr, domain: Mapping[Var, int], placed: PlacedChain) -> BlockGraph | None:
     """The pieces before, inside and after the chain; None if a value inside the chain is read elsewhere."""
-    chain, initial, final = placed.chain, list(placed.initial), dict(placed.final)
+    chain, initial, final = _with_expansions(placed.chain, program), list(placed.initial), dict(placed.final)
     rows = tuple(v for v in program.invars if domain[v] & BATCH)
     outputs = _pipelined_outputs(program, domain, rows)
     covered = {id(e) for e in placed.covered}
