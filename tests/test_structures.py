@@ -140,7 +140,9 @@ def rematerialised_blocks(params, batch):
 
 def a_scan_that_closes_over_the_embedding(params, batch):
     start = first(params, batch)
-    h, _ = jax.lax.scan(lambda h, layer: (tanh_block(layer, h) + 0.3 * start * params["scale"], None), start, params["blocks"])
+    h, _ = jax.lax.scan(
+        lambda h, layer: (tanh_block(layer, h) + 0.3 * start * params["scale"], None), start, params["blocks"]
+    )
     return last(params, h + start, batch)
 
 
@@ -234,7 +236,9 @@ def test_a_constant_in_one_block_where_the_others_have_a_parameter(layer):
 
 
 def test_a_donated_state_given_again_is_refused():
-    step = merak_jax.parallelize(step_of(two_kinds_in_turn), mesh=merak_jax.make_mesh(data=4, pipe=2), num_microbatches=1)
+    step = merak_jax.parallelize(
+        step_of(two_kinds_in_turn), mesh=merak_jax.make_mesh(data=4, pipe=2), num_microbatches=1
+    )
     batch = batch_of(8)
     state, _ = step(PARAMS, batch)
     step(state, batch)
@@ -256,15 +260,26 @@ def test_a_value_of_every_block_read_at_the_end_is_refused_with_the_line():
             outputs.append(h)
         return last(params, sum(outputs), batch)
 
-    refused(loss, PARAMS, NoRepeatedBlocksError, r"a value of block 0, made at .*test_structures.py:\d+", data=2, pipe=4)
+    refused(
+        loss, PARAMS, NoRepeatedBlocksError, r"a value of block 0, made at .*test_structures.py:\d+", data=2, pipe=4
+    )
 
 
 def test_a_scan_whose_per_layer_values_are_read_is_refused_with_the_line():
     def loss(params, batch):
-        h, means = jax.lax.scan(lambda h, layer: (tanh_block(layer, h), h.sum()), first(params, batch), params["blocks"])
+        h, means = jax.lax.scan(
+            lambda h, layer: (tanh_block(layer, h), h.sum()), first(params, batch), params["blocks"]
+        )
         return last(params, h, batch) + means.sum()
 
-    refused(loss, STACKED, NoRepeatedBlocksError, r"scan over layers at .*test_structures.py:\d+.*every layer", data=4, pipe=2)
+    refused(
+        loss,
+        STACKED,
+        NoRepeatedBlocksError,
+        r"scan over layers at .*test_structures.py:\d+.*every layer",
+        data=4,
+        pipe=2,
+    )
 
 
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "pipe": 4}], ids=str)

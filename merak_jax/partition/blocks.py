@@ -84,9 +84,12 @@ def dependence(program: Jaxpr, input_domain: Mapping[Var, int]) -> dict[Var, int
     return domain
 
 
-def is_expansion(eqn: JaxprEqn) -> bool:
-    """Whether an equation makes a large value of a small one for free: done where it is read, not kept in memory."""
-    return eqn.primitive.name == "iota" or (
+def is_free(eqn: JaxprEqn) -> bool:
+    """Whether an equation costs nothing where it is read, so that its result is not worth keeping in memory.
+
+    It makes a large value of a small one, or turns a matrix, which XLA folds into the product that reads it.
+    """
+    return eqn.primitive.name in ("iota", "transpose") or (
         eqn.primitive.name == "broadcast_in_dim"
         and _size(eqn.outvars[0]) > max((_size(a) for a in eqn.invars), default=0)
     )
@@ -96,14 +99,14 @@ def _size(atom: Any) -> int:
     return int(np.prod(atom.aval.shape))
 
 
-def _with_expansions(chain: Chain, program: Jaxpr) -> Chain:
-    """The chain with expansions of shared values done inside the block."""
-    expansions = {e.outvars[0]: e for e in program.eqns if is_expansion(e)}
+def _with_free_inside(chain: Chain, program: Jaxpr) -> Chain:
+    """The chain with what is free to make of shared values made inside the block."""
+    free = {e.outvars[0]: e for e in program.eqns if is_free(e)}
     prepared = {a for e in chain.lane_prepare.eqns for a in e.invars if isinstance(a, Var)}
     shared, eqns = list(chain.shared), list(chain.body.eqns)
-    while inside := [v for v in shared if v in expansions and v not in prepared]:
+    while inside := [v for v in shared if v in free and v not in prepared]:
         shared.remove(inside[0])
-        eqn = expansions[inside[0]]
+        eqn = free[inside[0]]
         eqns.insert(0, eqn)
         shared.extend(a for a in eqn.invars if isinstance(a, Var) and a not in shared)
     body, prepare = chain.body, chain.lane_prepare
@@ -123,7 +126,7 @@ class _Slicer:
 
     def __init__(self, program: Jaxpr, eqns: Sequence[JaxprEqn], domain: Mapping[Var, int]):
         self.eqns, self.domain = eqns, domain
-        self.expanding = {v for e in eqns if is_expansion(e) for v in e.outvars}
+        self.free = {v for e in eqns if is_free(e) for v in e.outvars}
         self.order = {v: n for n, v in enumerate([*program.invars, *(v for e in program.eqns for v in e.outvars)])}
 
     def cut(self, carry: Sequence[Var], rows: Sequence[Var], outputs) -> tuple[Jaxpr, tuple[Var, ...]]:
@@ -134,7 +137,7 @@ class _Slicer:
 
         def want(atom):
             if isinstance(atom, Var) and atom not in inputs:
-                (wanted if self.domain[atom] & BATCH or atom in self.expanding else shared).add(atom)
+                (wanted if self.domain[atom] & BATCH or atom in self.free else shared).add(atom)
 
         for atom in outputs:
             want(atom)
@@ -172,7 +175,7 @@ def _whole(program: Jaxpr, domain) -> BlockGraph:
 
 def _assemble(program: Jaxpr, domain: Mapping[Var, int], placed: PlacedChain) -> BlockGraph | None:
     """The pieces before, inside and after the chain; None if a value inside the chain is read elsewhere."""
-    chain, initial, final = _with_expansions(placed.chain, program), list(placed.initial), dict(placed.final)
+    chain, initial, final = _with_free_inside(placed.chain, program), list(placed.initial), dict(placed.final)
     rows = tuple(v for v in program.invars if domain[v] & BATCH)
     outputs = _pipelined_outputs(program, domain, rows)
     covered = {id(e) for e in placed.covered}

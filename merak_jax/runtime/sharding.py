@@ -111,10 +111,20 @@ def tables(graph: BlockGraph) -> dict[Var, int]:
     block_shared = set(graph.chain.shared) if graph.chain is not None else set()
     found: dict[Var, set[int | None]] = {}
     for program in (graph.prologue, graph.epilogue, graph.side):
+        turned: dict[Var, tuple[Var, tuple[int, ...]]] = {}
         for eqn in program.eqns:
+            if eqn.primitive.name == "transpose" and isinstance(eqn.invars[0], Var):
+                source, order = turned.get(eqn.invars[0], (eqn.invars[0], tuple(range(len(eqn.invars[0].aval.shape)))))
+                turned[eqn.outvars[0]] = (source, tuple(order[d] for d in eqn.params["permutation"]))
+                continue
             for n, a in enumerate(eqn.invars):
                 if isinstance(a, Var) and len(getattr(a.aval, "shape", ())) >= 2:
-                    found.setdefault(a, set()).add(_vocabulary(eqn, n))
+                    dimension = _vocabulary(eqn, n)
+                    turn = turned.get(a)
+                    source = a if turn is None else turn[0]
+                    found.setdefault(source, set()).add(
+                        dimension if dimension is None or turn is None else turn[1][dimension]
+                    )
     shared = {*graph.prologue_shared, *graph.epilogue_shared, *graph.side_shared} - block_shared
     return {v: d for v, dims in found.items() if v in shared and len(dims) == 1 for d in dims if d is not None}
 
