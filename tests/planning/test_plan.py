@@ -71,8 +71,8 @@ def test_a_plan_needs_shapes_only_and_says_what_runs_where(step):
 def test_the_text_names_leaves_their_splits_and_the_users_line(step):
     text = str(step.plan)
     assert "data 2 · pipe 2 · tensor 2, 4 microbatches of 2 rows, 1f1b" in text
-    assert "['Block_0']['Dense_0']['kernel'][8, 16] dimension 1 over tensor (and 4 like it)" in text
-    assert "['Block_0']['Dense_1']['kernel'][16, 8] dimension 0 over tensor (and 4 like it)" in text
+    assert "['Block_0']['Dense_1']['kernel'][8, 16] dimension 1 over tensor (and 4 like it)" in text
+    assert "['Block_0']['Dense_0']['kernel'][16, 8] dimension 0 over tensor (and 4 like it)" in text
     assert "['Embed_0']['embedding'][24, 8] dimension 0 over ('pipe', 'tensor')" in text
     assert "test_plan.py" in text
 
