@@ -147,6 +147,9 @@ def shapes_key(tree: Any) -> Any:
     return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
+_READ_ONLY = "the sharded state is read-only; use step.unshard(state), change {!r}, and step.shard it"
+
+
 class _Unread:
     """Stands for a leaf while an attribute of the user's tree is looked up."""
 
@@ -198,12 +201,10 @@ class PackedState:
         return key in self._outline()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"the sharded state is read-only; use step.unshard(state), change {name!r}, and step.shard it"
-        )
+        raise AttributeError(_READ_ONLY.format(name))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.__setattr__(str(key), value)
+        raise TypeError(_READ_ONLY.format(key))
 
     def __getitem__(self, key: Any) -> Any:
         return self._resolve(self._outline()[key])

@@ -191,7 +191,7 @@ def test_it_is_a_pytree_of_its_stored_arrays(packed):
 def test_it_is_read_only(packed):
     with pytest.raises(AttributeError, match="read-only"):
         packed.step = 3
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="read-only"):
         packed["step"] = 3
     with pytest.raises(AttributeError, match="read-only"):
         packed._arrays = []
