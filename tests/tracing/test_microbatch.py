@@ -242,7 +242,7 @@ def test_coupled_rows_are_refused_case_32(loss, match):
     if "one value per row" not in message:
         assert (
             "test_microbatch.py" in message
-            and "per_microbatch" in message
+            and "rewrite the loss" in message
             and "num_microbatches=1" in message
         )
 
