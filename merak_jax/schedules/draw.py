@@ -38,7 +38,7 @@ def draw(
 ) -> None:
     """Write a picture of one step: stages as rows, time to the right, each task a box with its microbatch.
 
-    A TickTable is drawn as it runs: hatched boxes are work of a tick that is computed and discarded.
+    A TickTable is drawn as it runs: hatched boxes are parts of a tick in which a stage idles.
 
     Args:
       schedule: what to draw.
@@ -134,7 +134,7 @@ def _title(timeline: Timeline) -> str:
 def _legend(timeline: Timeline) -> list[tuple[TaskKind | None, str]]:
     entries: list[tuple[TaskKind | None, str]] = [(kind, _LOOKS[kind].words) for kind in timeline.kinds()]
     if any(interval.task is None for interval in timeline.intervals):
-        entries.append((None, "computed and discarded"))
+        entries.append((None, "idle in a tick"))
     return entries
 
 

@@ -8,7 +8,7 @@ from merak_jax.schedules.tick_table import NONE, TickTable
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A task, or discarded work (`task` None), on one stage from `start` to `stop`."""
+    """A task, or the idle part of a tick (`task` None), on one stage from `start` to `stop`."""
 
     stage: int
     start: float
@@ -59,7 +59,7 @@ def simulate(
 
     A Schedule runs as on a machine where every stage goes its own pace and a hop costs nothing: a task starts
     when its stage is free and its input is there. A TickTable runs as the program does: a tick lasts as long
-    as its phase's kinds together, on every stage, and what a stage computes without a task is discarded.
+    as its phase's kinds together, on every stage, and a stage without a task idles.
 
     Args:
       schedule: what to run.

@@ -114,7 +114,7 @@ class TickTable:
         )
 
     def bubble_share(self, forward: float, backward: float) -> float:
-        """The share of the makespan, 0 to 1, in which a stage's work is discarded or absent."""
+        """The share of the makespan, 0 to 1, in which a stage idles."""
         return 1.0 - self.num_microbatches * (forward + backward) / self.makespan(forward, backward)
 
     def __str__(self) -> str:

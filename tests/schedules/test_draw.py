@@ -59,7 +59,7 @@ def test_boxes_lie_where_the_times_are(tmp_path):
     assert float(later.get("y")) > float(first.get("y"))
 
 
-def test_discarded_work_is_hatched_in_a_tick_table_only(tmp_path):
+def test_idle_parts_of_ticks_are_hatched_in_a_tick_table_only(tmp_path):
     def hatched(schedule):
         draw(schedule, tmp_path / "timeline.svg")
         rectangles = ElementTree.parse(tmp_path / "timeline.svg").iter(f"{SVG}rect")
