@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 EXAMPLE = """example:
-  python benchmarks/parity.py --only 2x2x2 --sample 10 --seed 1 --json > parity.json"""
+  python benchmarks/parity.py --only 2x2x2 --sample 10 --seed 1 --json > parity.json
+  python benchmarks/parity.py --grid --workers 2 --json > grid.json"""
 KINDS = ("metrics", "gradients", "trained")
+# The meshes of the cells in float32 and bfloat16.
+NARROW = ((2, 2, 2), (1, 4, 2), (2, 4, 1))
 
 
 def main() -> int:
@@ -28,7 +34,13 @@ def main() -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="seed of --sample (default 0)")
     parser.add_argument("--minutes", type=float, help="start no batch of cells after this time")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="cells per subprocess (default 8)")
+    parser.add_argument(
+        "--grid",
+        action="store_true",
+        help="every mesh x microbatches x depth x layers x head once; schedule, mask and optimizer take turns",
+    )
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="most cells per subprocess (default 32)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="subprocesses at a time (default 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document with every cell")
     parser.add_argument("--list", action="store_true", help="print the names of the chosen cells and stop")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -63,22 +75,64 @@ def choose(options: argparse.Namespace) -> list:
     """The cells that the options ask for: float64 in full, float32 and bfloat16 on three meshes."""
     import numpy as np
 
-    from tests.parity import Cell, all_cells
+    from tests.parity import all_cells
 
-    wide = all_cells()
-    narrow = [
-        dataclasses.replace(cell, precision=precision)
-        for precision in ("float32", "bfloat16", "all bfloat16")
-        for cell in wide
-        if cell.mesh in ((2, 2, 2), (1, 4, 2), (2, 4, 1))
-        if precision == "float32" or (cell.mask == "ragged" and cell.optimizer == "sgd" and cell.microbatches != "8")
-    ]
-    cells: list[Cell] = [cell for cell in wide + narrow if options.only is None or options.only in str(cell)]
+    wide = grid() if options.grid else all_cells()
+    narrow = [dataclasses.replace(c, precision="float32") for c in wide if c.mesh in NARROW]
+    if options.grid:
+        # The grid has each point once: the two ways to use bfloat16 take turns.
+        points = [c for c in wide if c.mesh in NARROW and c.microbatches != "8"]
+        plain = [dataclasses.replace(c, mask="ragged", optimizer="sgd") for c in points]
+        halves = [dataclasses.replace(c, precision=("bfloat16", "all bfloat16")[n % 2]) for n, c in enumerate(plain)]
+    else:
+        plain = [c for c in narrow if c.mask == "ragged" and c.optimizer == "sgd" and c.microbatches != "8"]
+        halves = [dataclasses.replace(c, precision=p) for p in ("bfloat16", "all bfloat16") for c in plain]
+    cells = [cell for cell in wide + narrow + halves if options.only is None or options.only in str(cell)]
     if options.sample is not None:
         # In the order drawn: a run that stops early has seen a bit of everything.
         order = np.random.default_rng(options.seed).permutation(len(cells))
         cells = [cells[n] for n in order[: options.sample]]
     return cells[: options.limit]
+
+
+def grid(seed: int = 0) -> list:
+    """Each mesh, number of microbatches, depth, kind of layers and head once, in float64.
+
+    For each mesh and number of microbatches the eight combinations of schedule, mask and optimizer are dealt to the sixteen
+    models, each twice.
+    """
+    import numpy as np
+
+    from tests.parity import DEPTHS, HEADS, LAYERS, MASKS, MESHES, MICROBATCHES, OPTIMIZERS, SCHEDULES, Cell
+
+    rng, cells = np.random.default_rng(seed), []
+    models = list(itertools.product(DEPTHS, LAYERS, HEADS))
+    others = list(itertools.product(SCHEDULES, MASKS, OPTIMIZERS))
+    for mesh in MESHES:
+        counts: set[int] = set()
+        for microbatches in MICROBATCHES:
+            deal = rng.permutation(len(models)) % len(others)
+            group = [Cell(mesh, microbatches, *model, *others[n]) for model, n in zip(models, deal)]
+            count = group[0].num_microbatches
+            if count in counts or count < 1:
+                continue
+            counts.add(count)
+            cells += [c if c.is_valid else dataclasses.replace(c, mask="ragged") for c in group]
+    return cells
+
+
+def batches_of(cells: list, options: argparse.Namespace) -> list[list]:
+    """Cells that can share single-device runs go to one subprocess, in batches; a sample keeps its order."""
+    if options.sample is None:
+        cells = sorted(cells, key=lambda c: (c.precision, c.depth, c.layers, c.head))
+    groups = itertools.groupby(
+        cells, key=lambda c: (c.precision, c.depth, c.layers, c.head) if options.sample is None else None
+    )
+    found = []
+    for _, members in groups:
+        group = list(members)
+        found += [group[n : n + options.batch] for n in range(0, len(group), options.batch)]
+    return found
 
 
 def run_all(cells: list, options: argparse.Namespace) -> list[dict]:
@@ -103,20 +157,31 @@ def run_all(cells: list, options: argparse.Namespace) -> list[dict]:
     )
     results: list[dict] = []
     start = time.monotonic()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("cells", total=len(cells))
-        while len(results) < len(cells):
+
+    def run_group(group: list) -> None:
+        while group:
             if options.minutes is not None and time.monotonic() - start > 60 * options.minutes:
-                break
-            for result in run_batch(cells[len(results) : len(results) + options.batch]):
+                return
+            done = 0
+            for result in run_batch(group):
+                done += 1
                 results.append(result)
                 progress.advance(task)
                 if not result["passed"]:
                     progress.console.print(f"{result['cell']}: {result['error']}", style="red", highlight=False)
+            group = group[done:]
+
+    with (
+        Progress(*columns, console=console) as progress,
+        concurrent.futures.ThreadPoolExecutor(options.workers) as pool,
+    ):
+        task = progress.add_task("cells", total=len(cells))
+        for future in [pool.submit(run_group, group) for group in batches_of(cells, options)]:
+            future.result()
     return results
 
 
-def run_batch(cells: list):
+def run_batch(cells: list) -> Iterator[dict]:
     """Yield a result per cell; when the process dies or hangs, its current cell failed and the later ones are not run."""
     command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
     request = json.dumps([dataclasses.asdict(cell) for cell in cells])
