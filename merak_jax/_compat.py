@@ -1,9 +1,10 @@
-"""The one door to private JAX: each function here has a test, nothing else imports `jax._src`."""
+"""The one door to private JAX and Flax: each function here has a test, nothing else imports `jax._src`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -17,7 +18,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 # Files whose lines mean nothing to the user; the models of this package are read like the user's own.
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INSIDE = tuple(
-    _HERE + part for part in ("tracing", "partition", "planning", "runtime", "parallelize.py", "_compat.py")
+    _HERE + part for part in ("tracing", "partition", "planning", "runtime", "objects", "parallelize.py", "_compat.py")
 )
 
 
@@ -99,3 +100,86 @@ def separate_trace_cache() -> Iterator[None]:
 def sub_jaxprs(eqn) -> list:
     """The jaxprs among an equation's parameters (bodies of loops, branches, custom rules)."""
     return list(_core.jaxprs_in_params(eqn.params))
+
+
+class _RawValue:
+    """In the place of the slot `nnx.Variable._raw_value`: a value of `deferred_type` is replaced by its `read()` when it is read."""
+
+    def __init__(self, slot, deferred_type: type):
+        self.slot, self.deferred_type = slot, deferred_type
+        self.local = _VariableReads()
+
+    def __get__(self, variable, owner=None):
+        if variable is None:
+            return self
+        value = self.slot.__get__(variable, owner)
+        local = self.local
+        if local.guards and id(variable) in local.guards[-1]:
+            local.guards[-1][id(variable)]()
+        if type(value) is self.deferred_type and not local.paused:
+            value = value.read()
+            self.slot.__set__(variable, value)
+        return value
+
+    def __set__(self, variable, value) -> None:
+        self.slot.__set__(variable, value)
+
+
+class _VariableReads(threading.local):
+    """How this thread reads variables: `paused` leaves deferred values as they are, `guards` refuses some variables."""
+
+    def __init__(self):
+        self.paused = 0
+        self.guards: list[dict[int, Callable[[], None]]] = []
+
+
+def _raw_value_door(deferred_type: type | None = None) -> _RawValue | None:
+    from flax import nnx
+
+    door = vars(nnx.Variable)["_raw_value"]
+    if isinstance(door, _RawValue):
+        return door
+    if deferred_type is None:
+        return None
+    # Nothing public stands between a Variable and its array: `on_get_value` hooks are part of its graphdef, an array that is
+    # not a jax.Array is refused by jax.jit, and a subclass of the Variable's type is another pytree type.
+    door = _RawValue(door, deferred_type)
+    nnx.Variable._raw_value = door
+    return door
+
+
+def defer_variable(variable, value) -> None:
+    """Let `variable` (an `nnx.Variable`) hold `value`, an object whose `read()` gives the raw value when somebody reads it."""
+    door = _raw_value_door(type(value))
+    assert door is not None
+    door.slot.__set__(variable, value)
+
+
+def set_variable(variable, value) -> None:
+    """Set the raw value of an `nnx.Variable`, past its hooks."""
+    object.__setattr__(variable, "_raw_value", value)
+
+
+@contextlib.contextmanager
+def unread_variables() -> Iterator[None]:
+    """While active, this thread sees deferred values of variables as they are."""
+    door = _raw_value_door()
+    if door is not None:
+        door.local.paused += 1
+    try:
+        yield
+    finally:
+        if door is not None:
+            door.local.paused -= 1
+
+
+@contextlib.contextmanager
+def guarded_variables(refuse: dict[int, Callable[[], None]], deferred_type: type) -> Iterator[None]:
+    """While active, reading a variable calls `refuse[id(variable)]`, which may raise."""
+    door = _raw_value_door(deferred_type)
+    assert door is not None
+    door.local.guards.append(refuse)
+    try:
+        yield
+    finally:
+        door.local.guards.pop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
-from merak_jax.partition.fingerprint import equation_numbers, same_literal
+from merak_jax.partition.fingerprint import equation_numbers, equation_shape, same_literal
 from merak_jax.tracing.inline import inline, make_jaxpr
-from merak_jax.tracing.jaxprs import Atom, is_dropped, slice_program
+from merak_jax.tracing.jaxprs import Atom, defining_equations, is_dropped, slice_program
 
 PARAMETER, BATCH, BOTH = 1, 2, 3
 
@@ -111,6 +112,10 @@ class _Search:
     domain: Mapping[Var, int]
     obstacles: list[str]
 
+    @functools.cached_property
+    def defined(self) -> dict[Var, tuple[int, int]]:
+        return defining_equations(self.program.eqns)
+
 
 def _cuts_of_repeat(search: _Search, start, period, repeats, slack) -> Iterator[PlacedChain]:
     """The cut points of a tandem repeat, those with the fewest live bytes first; then parts of it, the longest first."""
@@ -187,7 +192,8 @@ def _wired_chain(search: _Search, start, period, repeats) -> PlacedChain:
     shared: dict[Var, None] = {}
     rows: dict[Var, None] = {}
     rename: dict[Var, Var] = {}
-    body_eqns = []
+    inside_block: dict[tuple, Var] = {}
+    body_eqns: list[JaxprEqn] = []
 
     def carry(key, init):
         if key in carry_init and carry_init[key] is not init:
@@ -226,11 +232,47 @@ def _wired_chain(search: _Search, start, period, repeats) -> PlacedChain:
             (rows if domain[first] & BATCH else shared).setdefault(first)
             return first
         elif any(domain[a] & BATCH for a in atoms):
-            raise fail(j, "reads a value made of the batch that differs from block to block")
+            made = pulled(tuple(atoms))
+            if made is None:
+                raise fail(j, "reads a value made of the batch that differs from block to block")
+            return made
+        return lane(atoms)
+
+    def lane(atoms):
         key = tuple(a if isinstance(a, Var) else id(a) for a in atoms)
         if key not in lanes:
-            lanes[key] = (_compat.new_var(first.aval), tuple(atoms))
+            lanes[key] = (_compat.new_var(atoms[0].aval), tuple(atoms))
         return lanes[key][0]
+
+    def pulled(atoms):
+        """A value that each block makes of the batch in its own way (a dropout mask with the block's key), made in the block."""
+        first = atoms[0]
+        if all(a is first for a in atoms) and isinstance(first, Var):
+            if domain[first] == BOTH:
+                return None
+            (rows if domain[first] & BATCH else shared).setdefault(first)
+            return first
+        if all(isinstance(a, Literal) for a in atoms):
+            return first if all(same_literal(first, a) for a in atoms) else lane(atoms)
+        if any(isinstance(a, Literal) for a in atoms):
+            return None
+        if not any(domain[a] & BATCH for a in atoms):
+            return lane(atoms)
+        if atoms in inside_block:
+            return inside_block[atoms]
+        places = [search.defined.get(a) for a in atoms]
+        if any(p is None for p in places) or len({p[1] for p in places}) > 1 or any(domain[a] == BOTH for a in atoms):
+            return None
+        eqns = [program.eqns[p[0]] for p in places]
+        if len({equation_shape(e) for e in eqns}) > 1 or eqns[0].effects:
+            return None
+        operands = [pulled(column) for column in zip(*(e.invars for e in eqns))]
+        if any(o is None for o in operands):
+            return None
+        outvars = [_compat.new_var(v.aval) for v in eqns[0].outvars]
+        body_eqns.append(eqns[0].replace(invars=operands, outvars=outvars))
+        inside_block.update(zip(zip(*(e.outvars for e in eqns)), outvars))
+        return inside_block[atoms]
 
     for j, eqn in enumerate(segments[1]):
         operands = [operand(j, i) for i in range(len(eqn.invars))]

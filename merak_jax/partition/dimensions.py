@@ -468,5 +468,5 @@ _RULES: dict[str, Callable] = {
     **{"cum" + name: _along("axis") for name in ("sum", "max", "min", "prod", "logsumexp")},
     **{name: _windows for name in ("slice", "dynamic_slice", "dynamic_update_slice", "pad")},
     "iota": _fresh,
-    "random_bits": _fresh,
+    **dict.fromkeys(("random_bits", "random_rows", "random_microbatch"), _fresh),
 }

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import Var
 
 from merak_jax.errors import NotSeparableError, TraceError
@@ -22,7 +24,7 @@ from merak_jax.tracing.step import TracedStep
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossInput:
-    """Where an input of the pipelined loss comes from: `kind` is constant, operand, precomputed or flag; `index` in it."""
+    """Where an input of the pipelined loss comes from: `kind` is constant, operand, precomputed or numbers; `index` in it."""
 
     kind: str
     index: int
@@ -62,8 +64,9 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> Los
         elif bits & BATCH and (isinstance(statuses[-1], Batched) or whole):
             domains.append(Domain.BATCH)
         else:
-            # What the step made of the whole batch beforehand (a token count) is a constant for the loss.
-            domains.append(Domain.CONSTANT if bits & BATCH else Domain(bits & PARAMETER))
+            # What the step made of the whole batch beforehand (a token count) is a constant for the loss; so are keys and counters.
+            constant = bits & BATCH or (isinstance(a, Var) and _is_key_or_counter(a.aval))
+            domains.append(Domain.CONSTANT if constant else Domain(bits & PARAMETER))
     _check_loss_reads(full, domains, depends)
     proved = microbatch(
         full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=rows, rows_traced=micro.rows
@@ -76,19 +79,26 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> Los
     kinds = [LossInput("constant", n) for n in range(len(constants))]
     kinds += [LossInput("operand", n) for n in range(count)]
     kinds += [LossInput("precomputed", n) for n in range(len(program.invars) - len(kinds) - 1)]
-    kinds += [LossInput("flag", 0)]
+    kinds += [LossInput("numbers", 0)]
     pipeline_status = [Shared()] * len(constants) + list(proved.pipeline_status)
     pipeline_domain = [Domain.CONSTANT] * len(constants) + list(proved.pipeline_domain)
     for var, kind, status, dom in zip(program.invars, kinds, pipeline_status, pipeline_domain):
         inputs[var] = kind
-        rows = kind.kind == "flag" or isinstance(status, Batched) or (whole and dom == Domain.BATCH)
+        rows = kind.kind == "numbers" or isinstance(status, Batched) or (whole and dom == Domain.BATCH)
         domain[var] = BATCH if rows else int(dom) & PARAMETER
         if rows:
-            rows_status[var] = None if kind.kind == "flag" else status
+            rows_status[var] = None if kind.kind == "numbers" else status
     found = find_blocks(program, domain)
     graph = found if stages > 1 else whole_loss(found, domain)
     # Merging equal equations keeps the inputs, so `inputs` stays valid for the graph's program.
     return LossProgram(proved, graph, found, tuple(constants), inputs, rows_status)
+
+
+def _is_key_or_counter(aval: Any) -> bool:
+    """Whether an operand that is not differentiated is small and holds no weights: a random key, a step number."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return True
+    return not is_differentiable(aval) and (aval.shape == () or (aval.dtype == jnp.uint32 and aval.shape[-1] <= 4))
 
 
 def _check_differentiated(full: TracedStep, n: int, bits: int, status: Any) -> None:

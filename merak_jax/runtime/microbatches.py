@@ -27,7 +27,9 @@ class Run:
         self.p, self.graph, self.lanes, self.shared, self.rows = pipeline, pipeline.graph, lanes, shared, rows
         self.value_of = dict(zip(pipeline.shared, shared))
         self.data = pipeline.mesh.shape["data"]
-        self.first_shard = lax.axis_index("data") == 0 if self.data > 1 else None
+        local = pipeline.rows // self.data
+        self.size = local // pipeline.num_microbatches
+        self.first_row = lax.axis_index("data").astype(jnp.uint32) * local if self.data > 1 else jnp.uint32(0)
         self.stages = pipeline.mesh.shape["pipe"]
         self.wanted = pipeline.shared_gradient
 
@@ -36,15 +38,13 @@ class Run:
     def microbatch(self, m) -> list[Any]:
         """The rows inputs of microbatch `m`, at microbatch shape."""
         feed = iter(self.rows)
-        first = m == 0
-        if self.first_shard is not None:
-            first = first & self.first_shard
+        numbers = self.first_row + jnp.asarray(m).astype(jnp.uint32) * self.size + jnp.arange(self.size, dtype=jnp.uint32)
 
         def rows(status):
             value = take(next(feed), m)
             return rows_back(value, status) if isinstance(status, Batched) else value
 
-        return [first if status is None else rows(status) for status in self.p.rows_status]
+        return [numbers if status is None else rows(status) for status in self.p.rows_status]
 
     def values(self, variables, shared=None) -> list[Any]:
         value_of = self.value_of if shared is None else dict(zip(self.p.shared, shared))

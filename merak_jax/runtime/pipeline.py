@@ -29,7 +29,7 @@ P = PartitionSpec
 class Pipeline:
     """A loss cut into blocks, ready to run on a mesh.
 
-    `rows_status`: per rows input of the graph its Batched status, or None for the flag of the step's first microbatch;
+    `rows_status`: per rows input of the graph its Batched status, or None for the numbers of the rows in the batch;
     Shared where the whole batch is the one microbatch.
     `output_status`: per epilogue output. `shared`: the variables of the shared values, in the order they are given;
     `shared_gradient`, `lane_gradient`: which shared values and which lane operands gradients are wanted for.
@@ -54,7 +54,7 @@ class Pipeline:
         """`(outputs of the epilogue over the whole batch, lane gradients, shared gradients)`.
 
         `lanes`: `[P, N, ...]` operands of the block; `shared`: one value per `self.shared`; `batch`: the rows inputs at full
-        size, without the flag. Gradients come for the wanted operands, in accumulator precision.
+        size, without the row numbers. Gradients come for the wanted operands, in accumulator precision.
         """
         data = self.mesh.shape["data"]
         statuses = [s for s in self.rows_status if s is not None]
@@ -235,7 +235,7 @@ class _TickRun(Run):
         def body(stage_args, whole_args, values):
             own = jax.tree.map(lambda x: x[0], stage_args)
             run = copy.copy(self)
-            shared, run.rows, run.first_shard = values
+            shared, run.rows, run.first_row = values
             run.value_of = dict(zip(names, shared))
             out = function(run, lax.axis_index("pipe"), own, whole_args)
             return jax.tree.map(lambda x: x[None], out)
@@ -247,7 +247,7 @@ class _TickRun(Run):
             check_vma=False,
             in_specs=(P("pipe"), P(), P()),
             out_specs=P("pipe"),
-        )(stage_args, whole_args, (self.values(names), self.rows, self.first_shard))
+        )(stage_args, whole_args, (self.values(names), self.rows, self.first_row))
 
     def _forward(self, state, column):
         rows = self.microbatch(jnp.maximum(column["prologue"], 0))

@@ -112,7 +112,7 @@ class StepProgram:
         made, pull, (lane_values, shared_values, rest) = jax.vjp(prepare, chosen, has_aux=True)
         lane_values = self.shardings.constrain(lane_values, pipeline.lane_specs)
         shared_values = self.shardings.constrain(shared_values, pipeline.shared_specs)
-        batch = [inputs.value(v) for v in graph.rows_inputs if self.loss.inputs[v].kind != "flag"]
+        batch = [inputs.value(v) for v in graph.rows_inputs if self.loss.inputs[v].kind != "numbers"]
         pipelined, *sums = pipeline(lane_values, shared_values, batch)
         (gradients,) = pull(jax.tree.map(lambda s, m: s.astype(m.dtype), tuple(sums), made))
         piped = dict(zip(graph.epilogue_outputs, pipelined))

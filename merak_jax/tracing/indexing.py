@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 from jax.lax import GatherScatterMode
 
+from merak_jax.tracing import randomness
 from merak_jax.tracing.separability import (
+    Batched,
     Partial,
-    RandomDrawError,
     Shared,
     is_rows,
     jointly_linear,
@@ -129,11 +130,36 @@ def _scatter(op):
 def _random_split(op):
     if is_rows(op.status[0]):
         return op.status[0]
-    return op.fail("a random key is split into one per row of the batch")
+    rows, layout = _drawn_rows(op)
+    if randomness.has_rows(op.micro.invars[0].aval.dtype):
+        op.draw(randomness.split_rows_p, **layout)
+    else:
+        op.draw(randomness.split_microbatch_p, shape=layout["shape"])
+    return rows
 
 
 @rule("random_bits")
 def _random_bits(op):
     if is_rows(op.status[0]):
         return op.status[0]
-    return op.fail("random draws along the batch dimension are not supported yet", error=RandomDrawError)
+    rows, layout = _drawn_rows(op)
+    width = op.params["bit_width"]
+    if randomness.has_rows(op.micro.invars[0].aval.dtype):
+        op.draw(randomness.random_rows_p, **layout, bit_width=width)
+    else:
+        op.draw(randomness.random_microbatch_p, shape=layout["shape"], bit_width=width)
+    return rows
+
+
+def _drawn_rows(op) -> tuple[Batched, dict]:
+    """The rows of a draw with one key (or an array of keys that all rows share), and where they lie in it."""
+    axis, keys = op.new_batch_axis(), op.micro.invars[0].aval
+    sizes = [e.outvars[0].aval.shape[axis] for e in (op.full, op.micro)]
+    share, rest = divmod(sizes[0], op.rows_full)
+    if rest or sizes[1] != share * op.walker.rows_micro:
+        op.fail("random numbers are drawn for a number of rows that is not a multiple of the batch")
+    if not randomness.has_rows(keys.dtype):
+        randomness.warn_about_keys(keys.dtype, op.walker.place(op.full))
+    rows = Batched(axis, 1, share)
+    shape = op.micro.outvars[0].aval.shape[keys.ndim :]
+    return rows, dict(shape=shape, axis=axis - keys.ndim, outer=1, rows_full=op.rows_full)

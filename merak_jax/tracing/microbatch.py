@@ -13,8 +13,8 @@ from merak_jax.errors import NotSeparableError
 from merak_jax.tracing.inline import make_jaxpr
 from merak_jax.tracing.matching import merge
 from merak_jax.tracing.resize import resized
-from merak_jax.tracing.rows import WAYS_OUT, Atom, Walker, differing_axes
-from merak_jax.tracing.separability import Batched, Partial, RandomDrawError, Shared, Status, Uniform
+from merak_jax.tracing.rows import WAYS_OUT, Atom, Walker, differing_axes, numbers_variable
+from merak_jax.tracing.separability import Batched, Partial, Shared, Status, Uniform
 
 __all__ = [
     "Batched",
@@ -45,9 +45,9 @@ class MicrobatchedLoss:
       precompute: full size. Inputs of the loss -> values that depend on the batch only and can't be made row
         by row (a token count, a sort over the batch).
       precomputed_status: of its outputs, Shared or Batched (a microbatch gets its rows, as of a batch leaf).
-      pipeline: microbatch size. [inputs of the loss, precomputed values, is_first] -> outputs of the loss,
-        where the scalar bool is_first is true for exactly one microbatch of the step. No dead equations.
-      pipeline_status, pipeline_domain: of its inputs. Between microbatches, is_first is Partial.
+      pipeline: microbatch size. [inputs of the loss, precomputed values, numbers] -> outputs of the loss, where numbers
+        (uint32 [b]) are the places of the microbatch's rows in the whole batch. No dead equations.
+      pipeline_status, pipeline_domain: of its inputs.
       out_status, out_domain: of its outputs. Output 0, the loss, is Partial (Shared if there is only one
         microbatch), so the gradient of the full-batch loss is the sum of the microbatches' gradients.
       status, domain: of every variable of `pipeline`.
@@ -171,7 +171,7 @@ class _Split:
             layouts = [s for s in operands if isinstance(s, Batched) and s.outer * s.inner == share]
             outer = layouts[0].outer if layouts else 1
             status = Batched(axes[0], outer, share // outer)
-        if isinstance(reason, RandomDrawError) or not self.walker.consistent(status, full.aval, micro.aval):
+        if not self.walker.consistent(status, full.aval, micro.aval):
             self.walker.missing[micro] = reason
             return
         self.walker.status[micro] = status
@@ -202,9 +202,9 @@ class _Split:
             for v, c in zip(self.micro.constvars, self.full.consts)
             if v in used and v not in self.full_of
         ]
-        invars = [*self.micro.invars, *precomputed, walker.first]
-        walker.status[walker.first] = Partial()
-        self.domain[walker.first] = Domain.BATCH
+        invars = [*self.micro.invars, *precomputed, walker.numbers]
+        walker.status[walker.numbers] = Batched(0)
+        self.domain[walker.numbers] = Domain.BATCH
         jaxpr = make_jaxpr([v for v, _ in constants], invars, outvars, kept)
         for eqn in kept:
             self.domain.update((v, self._union(eqn.invars)) for v in eqn.outvars if v not in self.domain)
@@ -233,16 +233,16 @@ def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain]) -> MicrobatchedLoss
     """One microbatch: every value is its own truth."""
     jaxpr = loss.jaxpr
     eqns = [e for e, live in zip(jaxpr.eqns, _live(jaxpr.eqns, jaxpr.outvars)) if live]
-    first = Walker(1, 1).first
+    numbers = numbers_variable(1)
     domain: dict[Var, Domain] = dict.fromkeys(jaxpr.constvars, Domain.CONSTANT)
     domain.update((v, Domain(d)) for v, d in zip(jaxpr.invars, domains))
-    domain[first] = Domain.BATCH
+    domain[numbers] = Domain.BATCH
     for eqn in eqns:
         union = Domain.CONSTANT
         for atom in eqn.invars:
             union |= domain[atom] if isinstance(atom, Var) else Domain.CONSTANT
         domain.update((v, union) for v in eqn.outvars)
-    pipeline = make_jaxpr(jaxpr.constvars, [*jaxpr.invars, first], jaxpr.outvars, eqns)
+    pipeline = make_jaxpr(jaxpr.constvars, [*jaxpr.invars, numbers], jaxpr.outvars, eqns)
     return _result(
         ClosedJaxpr(make_jaxpr([], jaxpr.invars, [], []), []),
         0,

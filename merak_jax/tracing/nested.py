@@ -34,8 +34,8 @@ def _sums(statuses: Sequence[Status]) -> list[bool]:
 def _remat(op):
     inner = op.walk("jaxpr", op.status)
     op.set_params(jaxpr=inner.jaxpr)
-    if inner.uses_first:
-        op.insert_first(len(op.status))
+    if inner.uses_numbers:
+        op.insert_numbers(len(op.status))
     return inner.status
 
 
@@ -62,9 +62,9 @@ def _scan(op):
         lambda carry: op.walk("jaxpr", [*consts, *carry, *slices], sums=_sums(carry)),
     )
     _start_once(op, first_carry, carry)
-    if inner.uses_first:
-        op.insert_first(first_carry)
-        inner = inner.first_argument_at(first_carry)
+    if inner.uses_numbers:
+        op.insert_numbers(first_carry)
+        inner = inner.numbers_at(first_carry)
         op.set_params(num_consts=first_carry + 1)
     op.set_params(jaxpr=inner.jaxpr)
     stacked = inner.status[len(carry) :]
@@ -84,9 +84,9 @@ def _while(op):
         op.fail("the number of turns of a loop depends on the batch")
     _start_once(op, first_carry, carry)
     op.set_params(cond_jaxpr=test.jaxpr)
-    if inner.uses_first:
-        op.insert_first(first_carry)
-        inner = inner.first_argument_at(len(consts))
+    if inner.uses_numbers:
+        op.insert_numbers(first_carry)
+        inner = inner.numbers_at(len(consts))
         op.set_params(body_nconsts=len(consts) + 1)
     op.set_params(body_jaxpr=inner.jaxpr)
     return carry
@@ -108,9 +108,9 @@ def _cond(op):
         other = op.walk("branches", op.status[1:], index=i).status
         joined = [join(op, a, b) for a, b in zip(joined, other)]
     branches = [op.walk("branches", op.status[1:], index=i, sums=_sums(joined)) for i in range(count)]
-    if any(b.uses_first for b in branches):
-        op.insert_first(len(op.status))
-        branches = [b.with_first() for b in branches]
+    if any(b.uses_numbers for b in branches):
+        op.insert_numbers(len(op.status))
+        branches = [b.with_numbers(op.walker.rows_micro) for b in branches]
     op.set_params(branches=tuple(b.jaxpr for b in branches))
     return joined
 

@@ -39,23 +39,24 @@ def differing_axes(full: Any, micro: Any) -> list[int]:
 
 @dataclass
 class Walked:
-    """A nested program, statuses of its outputs, and whether its last input is `is_first`."""
+    """A nested program, statuses of its outputs, and whether its last input is the row numbers."""
 
     jaxpr: Any
     status: list[Status]
-    uses_first: bool
+    uses_numbers: bool
 
-    def with_first(self) -> Walked:
-        """The same with an unused last input, unless it reads `is_first` already."""
-        if self.uses_first:
+    def with_numbers(self, rows: int) -> Walked:
+        """The same with an unused last input, unless it reads the row numbers already."""
+        if self.uses_numbers:
             return self
-        flag = _compat.new_var(_flag_aval())
-        return Walked(_with_invars(self.jaxpr, [*open_jaxpr(self.jaxpr).invars, flag]), self.status, True)
+        return Walked(
+            _with_invars(self.jaxpr, [*open_jaxpr(self.jaxpr).invars, numbers_variable(rows)]), self.status, True
+        )
 
-    def first_argument_at(self, index: int) -> Walked:
-        """The same with the input `is_first` moved to position `index`."""
-        *others, flag = open_jaxpr(self.jaxpr).invars
-        return Walked(_with_invars(self.jaxpr, [*others[:index], flag, *others[index:]]), self.status, True)
+    def numbers_at(self, index: int) -> Walked:
+        """The same with the row numbers moved to position `index`."""
+        *others, numbers = open_jaxpr(self.jaxpr).invars
+        return Walked(_with_invars(self.jaxpr, [*others[:index], numbers, *others[index:]]), self.status, True)
 
 
 def _with_invars(jaxpr: Any, invars: list[Var]) -> Any:
@@ -64,8 +65,9 @@ def _with_invars(jaxpr: Any, invars: list[Var]) -> Any:
     return ClosedJaxpr(new, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else new
 
 
-def _flag_aval():
-    return jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct((), np.bool_)).in_avals[0]
+def numbers_variable(rows: int) -> Var:
+    """A variable for the numbers, uint32 [rows], that the rows of a microbatch have in the whole batch."""
+    return _compat.new_var(jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct((rows,), np.uint32)).in_avals[0])
 
 
 @dataclass
@@ -74,8 +76,8 @@ class Walker:
 
     Attributes:
       rows_full, rows_micro: rows of the full batch and of a microbatch.
-      first: the boolean input that is true for one microbatch only.
-      may_gate: whether equations that read `first` may be added.
+      numbers: the input that numbers the rows of the microbatch, uint32 [b].
+      may_gate: whether equations that read `numbers` may be added.
       within: what to say instead of an equation's own line, in a program that has none.
       status: of each variable of the microbatch program that the pipeline can have.
       missing: variables that it can't have, and why.
@@ -86,12 +88,15 @@ class Walker:
     rows_micro: int
     may_gate: bool = True
     within: str = ""
-    first: Var = field(default_factory=lambda: _compat.new_var(_flag_aval()))
-    uses_first: bool = False
+    numbers: Var = field(init=False)
+    uses_numbers: bool = False
     status: dict[Var, Status] = field(default_factory=dict)
     missing: dict[Var, NotSeparableError] = field(default_factory=dict)
     eqns: list[JaxprEqn] = field(default_factory=list)
     seen: list[tuple[JaxprEqn, JaxprEqn]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.numbers = numbers_variable(self.rows_micro)
 
     def read(self, atom: Atom) -> Status:
         """The status of an operand; raises what was found when its variable was made, if it is missing."""
@@ -158,12 +163,12 @@ class Walker:
                     self.once(outvars[i], self.seen[-1][1] if self.seen else None),
                     Partial(),
                 )
-        changed = self.uses_first or len(self.eqns) != len(micro.eqns)
+        changed = self.uses_numbers or len(self.eqns) != len(micro.eqns)
         changed = changed or any(a is not b for a, b in zip(self.eqns, micro.eqns))
         if not changed and all(a is b for a, b in zip(outvars, micro.outvars)):
             return Walked(micro, found, False)
-        invars = [*micro.invars, self.first] if self.uses_first else micro.invars
-        return Walked(make_jaxpr(micro.constvars, invars, outvars, self.eqns), found, self.uses_first)
+        invars = [*micro.invars, self.numbers] if self.uses_numbers else micro.invars
+        return Walked(make_jaxpr(micro.constvars, invars, outvars, self.eqns), found, self.uses_numbers)
 
     def is_zero(self, atom: Atom) -> bool:
         """Whether a value is known to be zero: counting it many times does no harm."""
@@ -186,12 +191,12 @@ class Walker:
                 "A term that does not depend on the batch is added to a sum over the batch inside a function "
                 f"with a custom derivative or a nested call: move it out. {line}. {WAYS_OUT}"
             )
-        self.uses_first = True
+        self.uses_numbers = True
 
-        def gate(first, value):
-            return lax.select_n(first, lax.full_like(value, 0), value)
+        def gate(numbers, value):
+            return lax.select_n(numbers[0] == 0, lax.full_like(value, 0), value)
 
-        return self.insert(gate, [self.first, atom], near, Partial())
+        return self.insert(gate, [self.numbers, atom], near, Partial())
 
     def insert(self, function: Callable, operands: Sequence[Atom], near: JaxprEqn | None, status: Status) -> Var:
         """Add the equations of a small function of `operands`; returns its result."""
@@ -230,7 +235,8 @@ class Equation:
         self._operands = list(micro.invars)
         self._new_params: dict[str, Any] = {}
         self._inserts: list[Callable[[], None]] = []
-        self._first_at: int | None = None
+        self._numbers_at: int | None = None
+        self._replacement: JaxprEqn | None = None
 
     def ndim(self, i: int) -> int:
         return self.micro.invars[i].aval.ndim
@@ -276,12 +282,20 @@ class Equation:
             self.walker.once(self.micro.invars[i], self.micro)
         self._once.add(i)
 
-    def insert_first(self, position: int) -> None:
-        """Give the equation `is_first` as an operand at `position`."""
-        self._first_at = position
+    def insert_numbers(self, position: int) -> None:
+        """Give the equation the row numbers as an operand at `position`."""
+        self._numbers_at = position
 
     def set_params(self, **params: Any) -> None:
         self._new_params.update(params)
+
+    def draw(self, primitive: Any, **params: Any) -> None:
+        """Replace a random draw by `primitive(key, row numbers)`."""
+        if not self.walker.may_gate:
+            self.fail("random numbers are drawn along the batch inside a function with a custom derivative: draw them outside")
+        self.walker.uses_numbers = True
+        operands = [self.micro.invars[0], self.walker.numbers]
+        self._replacement = self.micro.replace(primitive=primitive, invars=operands, params=params)
 
     def own_rows(self, i: int, operand: Batched | Uniform, column: int) -> Batched | None:
         """Recognise `x[arange(B), …]`: `column` of the indices in operand `i` numbers the rows.
@@ -344,10 +358,13 @@ class Equation:
             insert()
         for i in sorted(self._once):
             self._operands[i] = self.walker.once(self.micro.invars[i], self.micro)
-        if self._first_at is not None:
-            self._operands.insert(self._first_at, self.walker.first)
-            self.walker.uses_first = True
+        if self._numbers_at is not None:
+            self._operands.insert(self._numbers_at, self.walker.numbers)
+            self.walker.uses_numbers = True
         eqn = self.micro
+        if self._replacement is not None:
+            self.walker.eqns.append(self._replacement)
+            return
         if self._operands != list(eqn.invars):
             eqn = eqn.replace(invars=self._operands)
         if any(v is not self.params[k] for k, v in self._new_params.items()):
@@ -369,7 +386,7 @@ class Equation:
         if walked.jaxpr is open_jaxpr(micro):
             return Walked(micro, walked.status, False)
         if isinstance(micro, ClosedJaxpr):
-            return Walked(ClosedJaxpr(walked.jaxpr, micro.consts), walked.status, walked.uses_first)
+            return Walked(ClosedJaxpr(walked.jaxpr, micro.consts), walked.status, walked.uses_numbers)
         return walked
 
     def inner_walker(self, *, may_gate: bool) -> Walker:

@@ -46,10 +46,6 @@ class Uniform:
 Status = Shared | Batched | Partial | Uniform
 
 
-class RandomDrawError(NotSeparableError):
-    """Random bits drawn along the batch dimension, which cannot even be made on the full batch beforehand."""
-
-
 Rule = Callable[[Any], "Status | list[Status]"]
 RULES: dict[str, Rule] = {}
 
