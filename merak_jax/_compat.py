@@ -117,8 +117,8 @@ class _RawValue:
         if local.guards and id(variable) in local.guards[-1]:
             local.guards[-1][id(variable)]()
         if type(value) is self.deferred_type and not local.paused:
-            value = value.read()
-            self.slot.__set__(variable, value)
+            # The slot keeps the deferred value, so that it is known whether the user has set another one.
+            return value.read()
         return value
 
     def __set__(self, variable, value) -> None:
@@ -133,30 +133,25 @@ class _VariableReads(threading.local):
         self.guards: list[dict[int, Callable[[], None]]] = []
 
 
-def _raw_value_door(deferred_type: type | None = None) -> _RawValue | None:
+def _raw_value_door() -> _RawValue | None:
     from flax import nnx
 
     door = vars(nnx.Variable)["_raw_value"]
-    if isinstance(door, _RawValue):
-        return door
-    if deferred_type is None:
-        return None
-    # Nothing public stands between a Variable and its array: `on_get_value` hooks are part of its graphdef, an array that is
-    # not a jax.Array is refused by jax.jit, and a subclass of the Variable's type is another pytree type.
-    door = _RawValue(door, deferred_type)
-    nnx.Variable._raw_value = door
-    return door
+    return door if isinstance(door, _RawValue) else None
 
 
-def defer_variable(variable, value) -> None:
-    """Let `variable` (an `nnx.Variable`) hold `value`, an object whose `read()` gives the raw value when somebody reads it."""
-    door = _raw_value_door(type(value))
-    assert door is not None
-    door.slot.__set__(variable, value)
+def allow_deferred_values(deferred_type: type) -> None:
+    """From now on an `nnx.Variable` may hold an object of `deferred_type`: whoever reads its raw value gets `read()` of it."""
+    from flax import nnx
+
+    if _raw_value_door() is None:
+        # Nothing public stands between a Variable and its array: `on_get_value` hooks are part of its graphdef, what is not a
+        # jax.Array is refused by jax.jit and jnp.sum, and a subclass of the Variable's type is another pytree type.
+        nnx.Variable._raw_value = _RawValue(vars(nnx.Variable)["_raw_value"], deferred_type)
 
 
 def set_variable(variable, value) -> None:
-    """Set the raw value of an `nnx.Variable`, past its hooks."""
+    """Set the raw value of an `nnx.Variable`, deferred or not, past its hooks."""
     object.__setattr__(variable, "_raw_value", value)
 
 
@@ -174,9 +169,9 @@ def unread_variables() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def guarded_variables(refuse: dict[int, Callable[[], None]], deferred_type: type) -> Iterator[None]:
-    """While active, reading a variable calls `refuse[id(variable)]`, which may raise."""
-    door = _raw_value_door(deferred_type)
+def guarded_variables(refuse: dict[int, Callable[[], None]]) -> Iterator[None]:
+    """While active, reading a variable calls `refuse[id(variable)]`, which may raise; after `allow_deferred_values`."""
+    door = _raw_value_door()
     assert door is not None
     door.local.guards.append(refuse)
     try:

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from merak_jax.errors import BatchError, PlanError, StateError
 from merak_jax.mesh import check_mesh, make_mesh
+from merak_jax.objects.call import ObjectStep, read_all
+from merak_jax.objects.graph import holds_objects
 from merak_jax.planning.describe import describe
 from merak_jax.planning.plan import SCHEDULES, Plan, make_table
 from merak_jax.runtime.build import build
@@ -128,6 +130,7 @@ class ParallelStep:
         )
         self._runners: dict[Any, _Runner] = {}
         self._latest: _Runner | None = None
+        self._objects = ObjectStep(self._train_step, batch_argnums, functools.partial(_Runner, self))
 
     @property
     def plan(self) -> Plan:
@@ -139,12 +142,21 @@ class ParallelStep:
             )
         return self._latest.plan
 
-    def init(self, create_state: Callable, *args: Any) -> DeferredState:
-        """The state `create_state(*args)`, to be made on the mesh, shard by shard, at the first step or `shard`."""
-        return DeferredState(create_state, args)
+    def init(self, create_state: Callable, *args: Any) -> Any:
+        """The state `create_state(*args)`, to be made on the mesh, shard by shard, at the first step or `shard`.
+
+        nnx objects are returned at once; only the values of their variables wait. Reading a value before the first step makes
+        all of them on the default device: create the optimizer inside `create_state` too, since it reads the parameters.
+        """
+        if any(map(holds_objects, args)):
+            return self._objects.create(create_state, args)
+        state = DeferredState(create_state, args)
+        return self._objects.create(create_state, args) if holds_objects(state.shapes) else state
 
     def shard(self, state: Any, argument: int = 0) -> PackedState:
-        """Place the user's state on the mesh; PlanError before the step has seen a batch."""
+        """Place the user's state on the mesh; PlanError before the step has seen a batch, and for nnx objects."""
+        if holds_objects(state):
+            raise PlanError("nnx objects are placed on the mesh by the step itself: call it with them as they are")
         if self._latest is None:
             raise PlanError(
                 "the state's layout follows from the model and the batch; call step.lower(state, batch) first, or "
@@ -153,7 +165,9 @@ class ParallelStep:
         return self._latest.place(state, argument)
 
     def unshard(self, state: Any) -> Any:
-        """The user's own tree, every leaf whole."""
+        """The user's own tree, every leaf whole. nnx objects are themselves; their values are gathered now, not when read."""
+        if holds_objects(state):
+            return read_all(state)
         if isinstance(state, PackedState):
             return state._layout.unshard(state._arrays)
         return state.make() if isinstance(state, DeferredState) else state
@@ -172,17 +186,25 @@ class ParallelStep:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The step traced for these arguments, which may be abstract; sets `plan`. Lowering itself waits until it is asked for."""
         args = self._positional(args, kwargs)
+        if any(map(holds_objects, args)):
+            program, _ = self._objects.program(args, _shapes_of, _key)
+            self._latest = program.runner
+            return Lowered(functools.partial(self._objects.lower, args, program))
         runner = self._runner_for(args)
         return Lowered(functools.partial(runner.lower, args))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = self._positional(args, kwargs)
+        if any(map(holds_objects, args)):
+            program, parts = self._objects.program(args, _shapes_of, _key)
+            self._latest = program.runner
+            return self._objects(args, program, parts)
         return self._runner_for(args)(args)
 
     def _runner_for(self, args: Sequence[Any]) -> _Runner:
         key = tuple(_key(a) for a in args)
         if key not in self._runners:
-            self._runners[key] = _Runner(self, tuple(_shapes_of(a) for a in args))
+            self._runners[key] = _Runner(self, self._train_step, [_shapes_of(a) for a in args], self._batch_argnums)
         self._latest = self._runners[key]
         return self._latest
 
@@ -238,18 +260,18 @@ def _shapes_of(argument: Any) -> Any:
 class _Runner:
     """The step for one set of shapes: traced once, compiled once."""
 
-    def __init__(self, step: ParallelStep, shapes: Sequence[Any]):
-        self.mesh, self.batch_argnums = step.mesh, step._batch_argnums
+    def __init__(self, step: ParallelStep, train_step: Callable, shapes: Sequence[Any], batch_argnums: Sequence[int]):
+        self.mesh, self.batch_argnums = step.mesh, tuple(batch_argnums)
         bad = [n for n in self.batch_argnums if not 0 <= n < len(shapes)]
         if bad:
             raise PlanError(f"batch_argnums={self.batch_argnums} but the step got {len(shapes)} arguments")
         check_batch(shapes, self.batch_argnums, self.mesh.shape["data"], step._num_microbatches)
-        full = trace(step._train_step, shapes, self.batch_argnums)
+        full = trace(train_step, shapes, self.batch_argnums)
         rows = full.rows // (self.mesh.shape["data"] * step._num_microbatches)
         micro = (
             full
             if rows == full.rows
-            else trace(step._train_step, shapes, self.batch_argnums, rows=rows_to_trace(full.rows, rows))
+            else trace(train_step, shapes, self.batch_argnums, rows=rows_to_trace(full.rows, rows))
         )
         packable = [n for n in range(len(shapes)) if n not in self.batch_argnums]
         self.program: StepProgram = build(

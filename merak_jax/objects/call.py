@@ -13,17 +13,17 @@ from flax import nnx
 from flax.nnx import graphlib
 
 from merak_jax import _compat
-from merak_jax.errors import PlanError, StateError, TraceError
+from merak_jax.errors import PlanError, TraceError
 from merak_jax.objects.graph import PureStep, Returned, Split, holds_objects, is_object, path_string, split
 from merak_jax.objects.values import (
     Creation,
     Deferred,
+    Leaf,
     PlannedLeaf,
     Stored,
     StoredLeaf,
     assemble,
     aval_of,
-    leaf_of,
     remember,
 )
 from merak_jax.runtime.state import PackedState, StateLayout
@@ -54,12 +54,12 @@ class ObjectStep:
     def __init__(self, function: Callable, batch_argnums: Sequence[int], make_runner: Callable):
         self.function, self.batch_argnums, self.make_runner = function, tuple(batch_argnums), make_runner
         self.programs: dict[Any, _Program] = {}
-        self.changes_in_a_row = 0
+        self._changes_in_a_row = 0
 
     def program(self, args: Sequence[Any], shapes_of: Callable, key_of: Callable) -> tuple[_Program, Split]:
         """The traced step for these arguments, and the arguments' split; TraceError, PlanError."""
         positions = [n for n, a in enumerate(args) if holds_objects(a)]
-        names = self._names(len(args), positions)
+        names = _names(self.function, len(args), positions)
         parts = split(tuple(args[n] for n in positions), names)
         leaves = [leaf for slot in parts.slots for leaf in slot.leaves]
         shapes = [abstract(aval_of(leaf)) for leaf in leaves]
@@ -75,7 +75,8 @@ class ObjectStep:
         pure = PureStep(self.function, parts, positions, names)
         pure_shapes = [() if n in positions else shapes_of(a) for n, a in enumerate(args)]
         pure_shapes[positions[0]] = pure.state(shapes)
-        with _compat.guarded_variables(_refusals(parts), Deferred):
+        _compat.allow_deferred_values(Deferred)
+        with _compat.guarded_variables(_refusals(parts)):
             runner = self.make_runner(pure, pure_shapes, batch)
         members = []
         if positions[0] in runner.layouts:
@@ -103,41 +104,181 @@ class ObjectStep:
             new[i] = StoredLeaf(stored[layout.places[p].array], p)
         return self._write_back(pure, parts, new, extra, returned)
 
+    def lower(self, args: Sequence[Any], program: _Program) -> Any:
+        """JAX's lowered step; values are not needed."""
+        return program.runner.lower([() if n in program.pure.positions else a for n, a in enumerate(args)])
+
+    def create(self, function: Callable, args: Sequence[Any]) -> Any:
+        """What `function(*args)` returns, now, its variables deferred: they are made on the mesh at the first step."""
+        _compat.allow_deferred_values(Deferred)
+        positions = [n for n, a in enumerate(args) if holds_objects(a)]
+        names = _names(function, len(args), positions)
+        parts = split(tuple(args[n] for n in positions), names)
+        pure = PureStep(function, parts, positions, names)
+        leaves = [leaf for slot in parts.slots for leaf in slot.leaves]
+        pure_args = [() if n in positions else a for n, a in enumerate(args)]
+        if positions:
+            pure_args[positions[0]] = pure.state([x.read() if isinstance(x, Leaf) else x for x in leaves])
+        shapes = jax.eval_shape(pure, *pure_args)
+        flat, tree = jax.tree.flatten(shapes)
+        creation = Creation(lambda *args: jax.tree.leaves(pure(*args)), pure_args)
+        planned = [PlannedLeaf(creation, n, jax.ShapeDtypeStruct(x.shape, x.dtype)) for n, x in enumerate(flat)]
+        state, extra, *returned = jax.tree.unflatten(tree, planned)
+        new: list[Any] = [None] * len(leaves)
+        for leaf, i in zip(jax.tree.leaves(state), pure.order):
+            new[i] = leaf
+        # A value that stands in no variable is needed now.
+        outcome = pure.outcome
+        assert outcome is not None
+        extra = [_deferred(value) for value in extra]
+        now = [
+            leaf
+            for x in jax.tree.leaves(returned, is_leaf=_is_returned)
+            for leaf in (
+                [leaf for v, is_variable in zip(x.values, x.variables) if not is_variable for leaf in jax.tree.leaves(v)]
+                if _is_returned(x)
+                else [x]
+            )
+        ]
+        if now:
+            numbers = [leaf.number for leaf in now]
+            made = jax.jit(lambda *args: [creation.function(*args)[k] for k in numbers])(*pure_args)
+            for leaf, array in zip(now, made):
+                remember(array, leaf)
+            arrays = dict(zip(numbers, made))
+        else:
+            arrays = {}
+
+        def real(leaf):
+            return arrays[leaf.number]
+
+        def ready(x):
+            if not _is_returned(x):
+                return real(x)
+            values = [_deferred(v) if var else jax.tree.map(real, v) for v, var in zip(x.values, x.variables)]
+            return Returned(x.graphdef, x.variables, values)
+
+        returned = [jax.tree.map(ready, part, is_leaf=_is_returned) for part in returned]
+        return self._write_back(pure, parts, new, extra, returned)
+
     def _write_back(self, pure: PureStep, parts: Split, new: list, extra: list, returned: list) -> Any:
+        """Write the leaves `new` of all slots and the values `extra` into the user's objects; the rebuilt return value."""
         outcome = pure.outcome
         assert outcome is not None
         nodes = graphlib.IndexMap(parts.nodes)
-        start = 0
         values: list[Any] = []
+        feed = iter(new)
         for k, slot in enumerate(parts.slots):
-            leaves = new[start : start + slot.tree.num_leaves]
-            start += slot.tree.num_leaves
+            leaves = [next(feed) for _ in slot.leaves]
             if k in outcome.replaced:
                 values.append(extra[outcome.replaced[k]])
-                if slot.variable is not None:
-                    _compat.set_variable(slot.variable, values[-1])
-            elif slot.variable is not None:
+            elif slot.is_variable:
                 values.append(Deferred(slot.tree, leaves))
-                _compat.defer_variable(slot.variable, values[-1])
             elif outcome.same_graph:
-                for leaf, array in zip(leaves, slot.leaves):
-                    self._remember(array, leaf)
+                values.append(slot.holder)
+                remember(slot.holder, leaves[0])
             else:
                 values.append(leaves[0].read())
                 remember(values[-1], leaves[0])
-        created = graphlib.IndexMap() if not outcome.same_graph else nodes
-        outer = nodes
-        if not outcome.same_graph:
-            self._note_change(parts.graphdef, outcome.graphdef)
-            sources = [values[n] if kind == "slot" else extra[n] for kind, n in outcome.sources]
-            nnx.unflatten(outcome.graphdef, sources, index_ref=created, outer_index_outer_ref=outer)
+            if slot.is_variable:
+                _compat.set_variable(slot.holder, values[-1])
+        created = nodes
+        if outcome.same_graph:
+            self._changes_in_a_row = 0
         else:
-            self.changes_in_a_row = 0
+            self._warn_of_change(parts.graphdef, outcome.graphdef)
+            created = graphlib.IndexMap()
+            sources = [values[n] if kind == "slot" else extra[n] for kind, n in outcome.sources]
+            nnx.unflatten(outcome.graphdef, sources, index_ref=created, outer_index_outer_ref=nodes)
 
         def rebuilt(x):
-            if not isinstance(x, Returned):
+            if not _is_returned(x):
                 return x
-            return nnx.unflatten(x.graphdef, x.leaves, index_ref=created, outer_index_outer_ref=outer)
+            return nnx.unflatten(x.graphdef, x.values, index_ref=created, outer_index_outer_ref=nodes)
 
-        parts_out = jax.tree.map(rebuilt, tuple(returned), is_leaf=lambda x: isinstance(x, (Returned, PackedState)))
-        return parts_out if outcome.returns_tuple else parts_out[0]
+        def stop(x):
+            return isinstance(x, (Returned, PackedState))
+
+        result = tuple(jax.tree.map(rebuilt, part, is_leaf=stop) for part in returned)
+        return result if outcome.returns_tuple else result[0]
+
+    def _warn_of_change(self, before: Any, after: Any) -> None:
+        """A step that changes static attributes in every call is traced and compiled in every call."""
+        self._changes_in_a_row += 1
+        changed = [key for (key, a), (_, b) in zip(before.attributes, after.attributes) if a != b]
+        if self._changes_in_a_row == 2:
+            where = f"the static attributes {sorted(set(map(str, changed)))}" if changed else "the structure"
+            warnings.warn(
+                f"the train step changes {where} of its nnx arguments in every call, so it is traced and compiled "
+                "anew each time, as under nnx.jit; keep what changes in an nnx.Variable",
+                stacklevel=5,
+            )
+
+    def _batch(self, args: Sequence[Any], positions: Sequence[int]) -> tuple[int, ...]:
+        """Which arguments are batches: those the user named, or the only argument with array dimensions that is no object."""
+        wrong = [n for n in self.batch_argnums if n in positions]
+        if not wrong:
+            return self.batch_argnums
+        names = _names(self.function, len(args), range(len(args)))
+        candidates = [n for n, a in enumerate(args) if n not in positions and _has_dimensions(a)]
+        if self.batch_argnums == (1,) and len(candidates) == 1:
+            return tuple(candidates)
+        could = ", ".join(f"{n} ({names[n]})" for n in candidates) or "none: all are nnx objects or scalars"
+        raise PlanError(
+            f"batch_argnums={self.batch_argnums}, but argument {wrong[0]} ({names[wrong[0]]}) is an nnx object; say which "
+            f"arguments are the batch, with batch_argnums=; candidates: {could}"
+        )
+
+
+def _names(function: Callable, count: int, positions: Sequence[int]) -> list[str]:
+    """The names of some of the positional arguments."""
+    try:
+        parameters = [
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        parameters = []
+    return [parameters[n] if n < len(parameters) else f"argument_{n}" for n in range(count) if n in positions]
+
+
+def _has_dimensions(tree: Any) -> bool:
+    return any(
+        getattr(x, "ndim", 0) > 0 and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _is_returned(x: Any) -> bool:
+    return isinstance(x, Returned)
+
+
+def _deferred(value: Any) -> Deferred:
+    leaves, tree = jax.tree.flatten(value)
+    return Deferred(tree, leaves)
+
+
+def _refusals(parts: Split) -> dict[int, Callable[[], None]]:
+    """While a step is traced, the objects that were passed must not be read, only the step's own arguments."""
+
+    def refuse(path):
+        def fail():
+            raise TraceError(
+                f"the train step reads {path_string(path)} of the object outside instead of its argument: the value would be a "
+                f"constant of the compiled step, without a gradient; use the argument {path[0]} in the step and in its loss"
+            )
+
+        return fail
+
+    return {id(slot.holder): refuse(slot.path) for slot in parts.slots if slot.is_variable}
+
+
+def read_all(objects: Any) -> Any:
+    """The objects themselves, every value gathered."""
+    for x in jax.tree.leaves(objects, is_leaf=is_object):
+        if is_object(x):
+            for leaf in nnx.flatten(x, graph=True)[1].leaves:
+                if isinstance(leaf, nnx.Variable):
+                    leaf.get_raw_value()
+    return objects

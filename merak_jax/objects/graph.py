@@ -38,14 +38,19 @@ def holds_objects(tree: Any) -> bool:
 class Slot:
     """A place that holds values in the user's objects: a variable (number `index` of the graph), or an array held directly.
 
-    `tree`, `leaves`: its raw value, where deferred leaves and arrays known to be one stand as they are.
+    `tree`, `leaves`: its raw value, where deferred leaves and arrays known to be one stand as they are. `holder`: the variable
+    or the array.
     """
 
     path: tuple[Any, ...]
-    variable: Any
+    holder: Any
     index: int | None
     tree: Any
     leaves: tuple[Any, ...]
+
+    @property
+    def is_variable(self) -> bool:
+        return self.index is not None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +79,7 @@ def split(objects: tuple[Any, ...], names: Sequence[str]) -> Split:
             else:
                 values, tree = jax.tree.flatten(raw)
                 leaves = tuple(values)
-            slots.append(Slot(path, variable, None if variable is None else index[variable], tree, leaves))
+            slots.append(Slot(path, leaf, None if variable is None else index[variable], tree, leaves))
     return Split(graphdef, tuple(slots), {i: node for node, i in index.items()})
 
 
@@ -94,17 +99,20 @@ def path_string(path: Sequence[Any]) -> str:
 
 @jax.tree_util.register_pytree_node_class
 class Returned:
-    """An nnx object in what a step returns: its graph, which may refer to the arguments, and the values that they don't have."""
+    """An nnx object in what a function returns: its graph, which may refer to the arguments, and the values that these don't have.
 
-    def __init__(self, graphdef: Any, leaves: list):
-        self.graphdef, self.leaves = graphdef, leaves
+    `variables`: which of the values stand in variables.
+    """
+
+    def __init__(self, graphdef: Any, variables: tuple[bool, ...], values: list):
+        self.graphdef, self.variables, self.values = graphdef, variables, values
 
     def tree_flatten(self):
-        return (self.leaves,), self.graphdef
+        return (self.values,), (self.graphdef, self.variables)
 
     @classmethod
-    def tree_unflatten(cls, graphdef, children):
-        return cls(graphdef, children[0])
+    def tree_unflatten(cls, static, children):
+        return cls(*static, children[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +135,8 @@ class PureStep:
     """`step(state, *others) -> (new_state, extra, *returned)` from a step that mutates its nnx arguments.
 
     `state` is an `nnx.State` of the values of all nnx arguments, argument number `positions[0]`; the other nnx arguments are
-    empty. `extra` are values that the step added to the objects. `outcome` is set by the first trace.
+    empty. `extra` are values that the step added to the objects. `outcome` is set by the first trace. Without nnx arguments
+    there is no `state` among the arguments.
     """
 
     def __init__(self, function: Callable, split: Split, positions: Sequence[int], names: Sequence[str]):
@@ -155,7 +164,8 @@ class PureStep:
 
     def __call__(self, *args: Any) -> Any:
         leaves: list[Any] = [None] * len(self.order)
-        for value, i in zip(jax.tree.leaves(args[self.positions[0]]), self.order):
+        state = args[self.positions[0]] if self.positions else ()
+        for value, i in zip(jax.tree.leaves(state), self.order):
             leaves[i] = value
         values, start = [], 0
         for tree in self.trees:
@@ -227,7 +237,10 @@ class PureStep:
         def pure(x):
             if not is_object(x):
                 return x
-            return Returned(*nnx.flatten(x, with_paths=False, ref_index=seen, ref_outer_index=outer, graph=True))
+            graphdef, flat = nnx.flatten(x, ref_index=seen, ref_outer_index=outer, graph=True)
+            variables = tuple(isinstance(leaf, nnx.Variable) for leaf in flat.leaves)
+            values = [v.get_raw_value() if is_variable else v for v, is_variable in zip(flat.leaves, variables)]
+            return Returned(graphdef, variables, values)
 
         parts = returned if type(returned) is tuple else (returned,)
         parts = tuple(jax.tree.map(pure, part, is_leaf=stop) for part in parts)

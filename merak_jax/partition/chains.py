@@ -46,12 +46,20 @@ class Chain:
     def carry_avals(self) -> list:
         return [v.aval for v in self.body.invars[: self.num_carry]]
 
-    def with_passing(self, avals: Sequence[Any]) -> Chain:
-        """The chain with values of these types handed through unchanged at the end of the carry."""
-        new = [_compat.new_var(aval) for aval in avals]
+    def in_slots(self, slots: Sequence[int], avals: Sequence[Any]) -> Chain:
+        """The chain on a wider carry: value n of the own carry is value `slots[n]` of it, the others go through unchanged."""
         n, body = self.num_carry, self.body
-        body = make_jaxpr([], [*body.invars[:n], *new, *body.invars[n:]], [*body.outvars, *new], body.eqns)
-        return dataclasses.replace(self, body=body, num_carry=n + len(new))
+        invars = [_compat.new_var(aval) for aval in avals]
+        outvars: list[Atom] = list(invars)
+        for slot, var, out in zip(slots, body.invars, body.outvars):
+            invars[slot], outvars[slot] = var, out
+        body = make_jaxpr([], [*invars, *body.invars[n:]], outvars, body.eqns)
+        return dataclasses.replace(self, body=body, num_carry=len(invars))
+
+    @property
+    def unchanged(self) -> tuple[bool, ...]:
+        """Which values of the carry go through every block unchanged."""
+        return tuple(a is b for a, b in zip(self.body.invars, self.body.outvars))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,23 +73,31 @@ class PlacedChain:
     covered: tuple[JaxprEqn, ...]
 
 
-def find_chains(program: Jaxpr, domain: Mapping[Var, int], obstacles: list[str]) -> Iterator[PlacedChain]:
+def pipelined(program: Jaxpr, domain: Mapping[Var, int]) -> list[JaxprEqn]:
+    """The equations that depend on parameters and on the batch."""
+    return [e for e in program.eqns if any(domain[v] == BOTH for v in e.outvars if not is_dropped(v))]
+
+
+def find_chains(
+    program: Jaxpr, domain: Mapping[Var, int], obstacles: list[str], within: tuple[int, int] | None = None
+) -> Iterator[PlacedChain]:
     """Chains in the pipelined part of `program`, the one that covers most equations first.
 
-    `obstacles` gets, in words, why equal segments were no chain.
+    `obstacles` gets, in words, why equal segments were no chain. `within`: only among these of the pipelined equations.
     """
-    both = [e for e in program.eqns if any(domain[v] == BOTH for v in e.outvars if not is_dropped(v))]
+    both = pipelined(program, domain)
+    low, high = (0, len(both)) if within is None else within
     used = {a for e in program.eqns for a in e.invars if isinstance(a, Var)}
     used |= {a for a in program.outvars if isinstance(a, Var)}
     search = _Search(program, both, domain, obstacles)
     found: list[tuple[int, Any]] = []
-    for eqn in both:
+    for eqn in both[low:high]:
         if eqn.primitive.name == "scan":
             placed = _scan_as_chain(eqn, domain, used, obstacles)
             if placed is not None and placed.chain.length >= 2:
                 found.append((placed.chain.length * len(placed.chain.body.eqns), lambda placed=placed: iter([placed])))
-    for start, period, repeats, slack in _tandem_repeats(both, domain):
-        found.append((repeats * period, lambda a=(start, period, repeats, slack): _cuts_of_repeat(search, *a)))
+    for start, period, repeats, slack in _tandem_repeats(both[low:high], domain):
+        found.append((repeats * period, lambda a=(low + start, period, repeats, slack): _cuts_of_repeat(search, *a)))
     for _, make in sorted(found, key=lambda f: -f[0]):
         yield from make()
 
@@ -186,7 +202,7 @@ def _wired_chain(search: _Search, start, period, repeats) -> PlacedChain:
         for o, v in enumerate(e.outvars)
         if not is_dropped(v)
     }
-    carry_init: dict[Any, Var] = {}  # (j, o) of the previous block, or a passed-through Var -> initial value
+    carry_init: dict[Any, Atom] = {}  # (j, o) of the previous block, or a passed-through Var -> initial value
     carry_in: dict[Any, Var] = {}
     lanes: dict[tuple, Var] = {}
     shared: dict[Var, None] = {}
@@ -213,10 +229,8 @@ def _wired_chain(search: _Search, start, period, repeats) -> PlacedChain:
                 raise fail(j, "reads another value of its own block than in other blocks")
             return rename[atoms[1]]
         if all(p is not None and p[0] == k - 1 for k, p in enumerate(places) if k > 0):
-            if len({p[1:] for p in places[1:]}) != 1 or places[0] is not None or not isinstance(atoms[0], Var):
+            if len({p[1:] for p in places[1:]}) != 1 or places[0] is not None:
                 raise fail(j, "reads another value of the block before than in other blocks")
-            if domain[atoms[0]] != BOTH:
-                raise fail(j, "starts, in the first block, from a value that does not depend on parameters and batch")
             return carry(places[1][1:], atoms[0])
         if any(p is not None for p in places):
             raise fail(j, "reads a value of an earlier block in some blocks only, or of a block further back")

@@ -43,18 +43,21 @@ def run(graph, inputs):
 
     rows = [env[v] for v in graph.rows_inputs]
     carry = []
-    if graph.chain is not None:
-        chain = graph.chain
+    if graph.chains:
         started = evaluate(graph.prologue, [], *map(value, graph.prologue_shared), *rows)
-        carry = [jnp.zeros(a.shape, a.dtype) for a in chain.carry_avals]
+        carry = [
+            jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.inexact) else 0, a.dtype)
+            for a in graph.carry_avals
+        ]
         for slot, x in zip(graph.prologue_slots, started, strict=True):
             carry[slot] = x
-        side = evaluate(graph.side, [], *map(value, graph.side_shared), *rows)
+        side = dict(zip(graph.side_rows, evaluate(graph.side, [], *map(value, graph.side_shared), *rows), strict=True))
+    for chain in graph.chains:
         shared = [value(v) for v in chain.shared]
         for k in range(chain.length):
             raw = [value(s.stack)[k] if s.stack is not None else value(s.values[k]) for s in chain.slots]
             lanes = evaluate(chain.lane_prepare, [], *raw, *shared)
-            carry = evaluate(chain.body, [], *carry, *lanes, *shared, *side)
+            carry = evaluate(chain.body, [], *carry, *lanes, *shared, *(side[v] for v in chain.rows))
     found = evaluate(graph.epilogue, [], *carry, *map(value, graph.epilogue_shared), *rows)
     outputs = dict(zip(graph.epilogue_outputs, found, strict=True))
     return [outputs[n] if n in outputs else value(a) for n, a in enumerate(graph.program.outvars)]
@@ -111,7 +114,7 @@ def test_the_first_layer_that_reads_the_batch_itself_is_peeled():
         x = batch["x"]
         for w in params:
             x = jnp.tanh(x @ w)
-        return jnp.sum(x ** 2)
+        return jnp.sum(x**2)
 
     check(loss, weights(*[(W, W)] * 5), BATCH_X, 4)
 
@@ -121,7 +124,7 @@ def test_a_first_block_that_differs_is_peeled():
         x = batch["x"] @ params["in"]
         for i, w in enumerate(params["layers"]):
             x = jnp.tanh(x @ w) * 2.0 if i == 0 else jax.nn.sigmoid(x @ w) + x
-        return jnp.sum(x ** 2)
+        return jnp.sum(x**2)
 
     check(loss, dense_chain(5), BATCH_X, 4)
 
@@ -153,7 +156,7 @@ def test_one_weight_for_all_layers_is_a_chain_with_shared_weights():
         x = batch["x"] @ params["in"]
         for _ in range(4):
             x = jnp.tanh(x @ params["w"]) + x
-        return jnp.sum(x ** 2)
+        return jnp.sum(x**2)
 
     graph = check(loss, {"in": weights((W, W))[0], "w": weights((W, W), seed=1)[0]}, BATCH_X, 4)
     assert graph.chain.slots == ()
@@ -179,7 +182,7 @@ def test_a_mask_that_all_blocks_read_is_a_side_input():
         mask = jnp.where(batch["keep"], 0.0, -5.0)
         for w in params["layers"]:
             x = x + jnp.tanh(x @ w + mask)
-        return jnp.sum(x ** 2)
+        return jnp.sum(x**2)
 
     batch = {**BATCH_X, "keep": np.array([[True, False, True, True]] * ROWS)}
     graph = check(loss, dense_chain(3), batch, 3)
@@ -192,7 +195,7 @@ def test_a_mask_made_anew_in_every_layer_is_made_once():
         x = batch["x"] @ params["in"]
         for w in params["layers"]:
             x = x + jnp.tanh(x @ w + jnp.where(batch["keep"], 0.0, -5.0))
-        return jnp.sum(x ** 2)
+        return jnp.sum(x**2)
 
     batch = {**BATCH_X, "keep": np.array([[True, False, True, True]] * ROWS)}
     graph = check(loss, dense_chain(3), batch, 3)
@@ -215,7 +218,7 @@ def test_a_value_that_every_block_reads_travels_with_the_carry():
         first = x = batch["x"] @ params["in"]
         for w in params["layers"]:
             x = jnp.tanh(x @ w) + first
-        return jnp.sum(x ** 2)
+        return jnp.sum(x**2)
 
     graph = check(loss, dense_chain(4), BATCH_X, 4)
     assert graph.chain.num_carry == 2
@@ -226,8 +229,8 @@ def test_a_second_carry_that_the_blocks_sum_up_is_found():
         x, penalty = batch["x"] @ params["in"], 0.0
         for w in params["layers"]:
             change = jnp.tanh(x @ w)
-            x, penalty = x + change, penalty + jnp.sum(change ** 2)
-        return jnp.sum(x ** 2) + penalty
+            x, penalty = x + change, penalty + jnp.sum(change**2)
+        return jnp.sum(x**2) + penalty
 
     graph, inputs = cut(loss, dense_chain(5), BATCH_X)
     assert graph.chain.length >= 4
@@ -240,7 +243,7 @@ def test_a_hidden_value_of_an_inner_block_that_is_returned_keeps_its_value():
         for i, w in enumerate(params["layers"]):
             x = x + jnp.tanh(x @ w)
             seen = x if i == 1 else seen
-        return jnp.sum(x ** 2), seen
+        return jnp.sum(x**2), seen
 
     params = dense_chain(6)
     graph, inputs = cut(loss, params, BATCH_X)
@@ -270,7 +273,7 @@ def test_q_k_v_inside_a_layer_are_not_taken_for_layers(length):
         x = batch["x"] @ params["in"]
         for layer in params["layers"]:
             x = attention(x, layer)
-        return jnp.sum(x ** 2)
+        return jnp.sum(x**2)
 
     graph = check(loss, {**dense_chain(0), "layers": attention_layers(length)}, BATCH_X, length)
     assert len(graph.chain.slots) == 4
@@ -290,7 +293,7 @@ def test_a_scan_over_stacked_layers_is_a_chain(unroll):
             return x + jnp.tanh(x @ (2 * w)) * params["scale"], None
 
         x, _ = jax.lax.scan(layer, batch["x"] @ params["in"], params["stack"], unroll=unroll)
-        return jnp.sum(x ** 2)
+        return jnp.sum(x**2)
 
     params = {"in": weights((W, W))[0], "scale": weights((W,))[0], "stack": weights((5, W, W))[0]}
     graph = check(loss, params, BATCH_X, 5)
@@ -308,10 +311,10 @@ def test_a_scan_that_is_not_over_layers_is_kept_whole(kind):
         start = batch["x"] @ params["in"]
         if kind == "over time":
             h, _ = jax.lax.scan(cell, start, jnp.broadcast_to(batch["x"], (3, ROWS, W)))
-            return jnp.sum(h ** 2)
+            return jnp.sum(h**2)
         xs = params["stack"]
         h, hs = jax.lax.scan(cell, start, xs, reverse=kind == "reverse")
-        return jnp.sum(h ** 2) + (jnp.sum(hs) if kind == "uses outputs" else 0)
+        return jnp.sum(h**2) + (jnp.sum(hs) if kind == "uses outputs" else 0)
 
     params = {"in": weights((W, W))[0], "w": weights((W, W), seed=1)[0], "stack": weights((3, W))[0]}
     check(loss, params, BATCH_X, 0)
@@ -322,7 +325,7 @@ def test_numbers_that_differ_per_layer_are_lanes():
         x = batch["x"] @ params["in"]
         for i, w in enumerate(params["layers"]):
             x = x + jnp.tanh(x @ w) * (0.1 * (i + 1))
-        return jnp.sum(x ** 2)
+        return jnp.sum(x**2)
 
     graph = check(loss, dense_chain(4), BATCH_X, 4)
     assert len(graph.chain.slots) == 2
@@ -333,7 +336,7 @@ def test_casts_and_transposes_of_the_weights_of_each_layer_stay_outside_the_bloc
         x = batch["x"] @ params["in"]
         for w in params["layers"]:
             x = x + jnp.tanh(x @ w.T.astype(jnp.float32).astype(jnp.float64))
-        return jnp.sum(x ** 2)
+        return jnp.sum(x**2)
 
     graph = check(loss, dense_chain(3), BATCH_X, 3)
     assert not any(e.primitive.name in ("transpose", "convert_element_type") for e in graph.chain.body.eqns)
@@ -344,8 +347,16 @@ def test_casts_and_transposes_of_the_weights_of_each_layer_stay_outside_the_bloc
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize("length", [2, 4])
 def test_the_layers_of_gpt2_are_blocks_of_equal_shape(length, scan_layers):
-    config = GPT2Config(vocab_size=16, max_length=8, num_layers=length, num_heads=2, width=8, scan_layers=scan_layers,
-                        dtype=jnp.float64, param_dtype=jnp.float64)
+    config = GPT2Config(
+        vocab_size=16,
+        max_length=8,
+        num_layers=length,
+        num_heads=2,
+        width=8,
+        scan_layers=scan_layers,
+        dtype=jnp.float64,
+        param_dtype=jnp.float64,
+    )
     model = GPT2(config)
     tokens = np.random.default_rng(0).integers(0, 16, (2, 5))
     params = jax.jit(model.init)(jax.random.key(0), tokens)
@@ -391,13 +402,21 @@ OPERATIONS = {
 
 
 @settings(max_examples=40, deadline=None)
-@given(block=st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4), length=st.integers(1, 5),
-       before=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=2),
-       after=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=2), skip=st.booleans(), hidden=st.booleans())
+@given(
+    block=st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4),
+    length=st.integers(1, 5),
+    before=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=2),
+    after=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=2),
+    skip=st.booleans(),
+    hidden=st.booleans(),
+)
 def test_random_chains_of_random_blocks_keep_their_values(block, length, before, after, skip, hidden):
     operations = [*before, *block * length, *after]
-    params = {"in": weights((W, W))[0], "layers": weights(*[(W, W)] * len(operations), seed=3),
-              "shared": weights((W, W), seed=4)[0]}
+    params = {
+        "in": weights((W, W))[0],
+        "layers": weights(*[(W, W)] * len(operations), seed=3),
+        "shared": weights((W, W), seed=4)[0],
+    }
     batch = {**BATCH_X, "mask": np.array([[1, 0, 1, 0]] * ROWS)}
 
     def loss(params, batch):
@@ -415,3 +434,71 @@ def test_random_chains_of_random_blocks_keep_their_values(block, length, before,
         assert graph.chain is not None
     for actual, expected in zip(run(graph, inputs), jax.tree.leaves(loss(params, batch)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def tower(layers, x, read=None):
+    for w in layers:
+        x = x + jnp.tanh((x if read is None else x * read) @ w)
+    return x
+
+
+def two_towers(length_a, length_b):
+    return {
+        "first": weights(*[(W, W)] * length_a),
+        "second": weights(*[(W, W)] * length_b, seed=1),
+        "norm": weights((W,), seed=2)[0],
+        "table": weights((7, W), seed=3)[0],
+        "head": weights((W, 3), seed=4)[0],
+    }
+
+
+@pytest.mark.parametrize("lengths", [(3, 4), (4, 2)])
+def test_an_encoder_and_a_decoder_that_reads_its_output_are_two_chains(lengths):
+    """Case 7: every block of the second chain reads what the first one returns."""
+
+    def loss(p, b):
+        memory = tower(p["first"], b["x"] @ p["table"][:W]) * p["norm"]
+        y = tower(p["second"], p["table"][b["ids"]], memory)
+        return jnp.sum((y @ p["head"]) ** 2), jnp.sum(memory, 1), y
+
+    graph, inputs = cut(loss, two_towers(*lengths), {**BATCH_X, "ids": np.array([2, 5])})
+    assert [c.length for c in graph.chains] == [lengths[0], 1, lengths[1]]
+    assert len(graph.carry_avals) <= 4
+    for actual, expected in zip(run(graph, inputs), loss(two_towers(*lengths), {**BATCH_X, "ids": np.array([2, 5])})):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_layers_of_two_kinds_after_each_other_are_two_chains_on_one_carry():
+    def loss(p, b):
+        x = tower(p["first"], b["x"] * p["norm"])
+        for w in p["second"]:
+            x = x + jnp.sin(x @ w) @ w.T
+        return jnp.sum(x @ p["head"])
+
+    graph, inputs = cut(loss, two_towers(3, 3), BATCH_X)
+    assert [c.length for c in graph.chains] == [3, 3]
+    assert len(graph.carry_avals) == 1
+    np.testing.assert_allclose(run(graph, inputs)[0], loss(two_towers(3, 3), BATCH_X), rtol=1e-12)
+
+
+def test_a_value_before_all_chains_that_is_read_after_them_keeps_its_slot():
+    def loss(p, b):
+        first = b["x"] * p["norm"]
+        a = tower(p["first"], first)
+        y = tower(p["second"], jnp.cos(a) + first)
+        return jnp.sum(y * first) + jnp.sum(a @ p["head"])
+
+    graph, inputs = cut(loss, two_towers(4, 3), BATCH_X)
+    assert [c.length for c in graph.chains if c.length > 1] == [4, 3]
+    np.testing.assert_allclose(run(graph, inputs)[0], loss(two_towers(4, 3), BATCH_X), rtol=1e-12)
+
+
+def test_masks_that_each_block_draws_of_the_batch_are_made_in_the_block():
+    def loss(p, b):
+        x = b["x"] * p["norm"]
+        for n, w in enumerate(p["first"]):
+            x = x + jnp.where(b["x"] * (n + 0.5) > 0.1, jnp.tanh(x @ w), 0.0)
+        return jnp.sum(x)
+
+    graph = check(loss, two_towers(4, 2), BATCH_X, 4)
+    assert not graph.side.eqns
