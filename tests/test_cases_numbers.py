@@ -44,8 +44,11 @@ def state_maker(model=TWO_LAYERS, change=lambda params: params):
 
 def make_batch(n, rows=ROWS):
     random = np.random.default_rng(n)
-    return {"x": random.normal(size=(rows, TOKENS, WIDTH)), "y": random.integers(0, CLASSES, (rows, TOKENS)),
-            "mask": (random.random((rows, TOKENS)) < 0.6).astype(np.float64)}
+    return {
+        "x": random.normal(size=(rows, TOKENS, WIDTH)),
+        "y": random.integers(0, CLASSES, (rows, TOKENS)),
+        "mask": (random.random((rows, TOKENS)) < 0.6).astype(np.float64),
+    }
 
 
 def cross_entropy(logits, batch):
@@ -56,7 +59,9 @@ def step_with(loss):
     """A train step on `loss(logits, batch)` that returns loss and gradient norm."""
 
     def train_step(state, batch):
-        value, grads = jax.value_and_grad(lambda p: loss(state.apply_fn({"params": p}, batch["x"]), batch))(state.params)
+        value, grads = jax.value_and_grad(lambda p: loss(state.apply_fn({"params": p}, batch["x"]), batch))(
+            state.params
+        )
         return state.apply_gradients(grads=grads), {"loss": value, "grad_norm": optax.tree.norm(grads)}
 
     return train_step
@@ -67,7 +72,7 @@ def mean_loss(logits, batch):
 
 
 def mesh_of(data=1, pipe=1, tensor=1):
-    return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[:data * pipe * tensor])
+    return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[: data * pipe * tensor])
 
 
 # Token counts.
@@ -92,8 +97,11 @@ def test_case_29_five_tokens_in_two_microbatches_weigh_the_same():
     def zero_head(params):
         return {**params, "head": jax.tree.map(jnp.zeros_like, params["head"])}
 
-    batch = {"x": make_batch(0, rows=2)["x"], "target": np.array([[1.0, 1, 1, 1], [5**0.5, 9, 9, 9]]),
-             "mask": np.array([[1.0, 1, 1, 1], [1, 0, 0, 0]])}
+    batch = {
+        "x": make_batch(0, rows=2)["x"],
+        "target": np.array([[1.0, 1, 1, 1], [5**0.5, 9, 9, 9]]),
+        "mask": np.array([[1.0, 1, 1, 1], [1, 0, 0, 0]]),
+    }
     step = merak_jax.parallelize(step_with(squared_errors), mesh=mesh_of(pipe=2), num_microbatches=2)
     before = state_maker(change=zero_head)(SGD)
     after, metrics = step(before, batch)
@@ -101,36 +109,51 @@ def test_case_29_five_tokens_in_two_microbatches_weigh_the_same():
     expected, expected_metrics = jax.jit(step_with(squared_errors))(before, batch)
     np.testing.assert_allclose(metrics["grad_norm"], expected_metrics["grad_norm"], rtol=1e-12)
     np.testing.assert_allclose(step.unshard(after).params["head"]["bias"][0], 0.1 * 2 * (4 + 5**0.5) / 5, rtol=1e-14)
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-15),
-                 step.unshard(after).params, expected.params)
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-15),
+        step.unshard(after).params,
+        expected.params,
+    )
 
 
 def few_and_many_tokens(n):
     """The first half of the batch has 1 token a row, the other half all of them, but one."""
     batch = make_batch(n)
     mask = np.zeros((ROWS, TOKENS))
-    mask[:ROWS // 2, 0] = 1
-    mask[ROWS // 2:] = 1
+    mask[: ROWS // 2, 0] = 1
+    mask[ROWS // 2 :] = 1
     mask[-1, -1] = 0
     return batch | {"mask": mask}
 
 
 @pytest.mark.parametrize("loss, data", [(masked_mean, 2), (mean_where, 1)])
 def test_case_29_few_tokens_in_one_microbatch_and_many_in_the_other(loss, data):
-    assert_same_as_single_device(step_with(loss), state_maker(), few_and_many_tokens, mesh_of(data=data, pipe=2), optimizer=SGD,
-                                 num_microbatches=2)
+    assert_same_as_single_device(
+        step_with(loss),
+        state_maker(),
+        few_and_many_tokens,
+        mesh_of(data=data, pipe=2),
+        optimizer=SGD,
+        num_microbatches=2,
+    )
 
 
 def padded_half(n):
     batch = make_batch(n)
-    batch["mask"][ROWS // 2:] = 0
+    batch["mask"][ROWS // 2 :] = 0
     return batch
 
 
 @pytest.mark.parametrize("loss, data", [(masked_mean, 1), (masked_mean_at_least_one, 2)])
 def test_case_30_microbatches_that_are_all_padding(loss, data):
-    assert_same_as_single_device(step_with(loss), state_maker(), padded_half, mesh_of(data=data, pipe=2), optimizer=SGD,
-                                 num_microbatches=4 // data)
+    assert_same_as_single_device(
+        step_with(loss),
+        state_maker(),
+        padded_half,
+        mesh_of(data=data, pipe=2),
+        optimizer=SGD,
+        num_microbatches=4 // data,
+    )
 
 
 def test_case_30_a_batch_that_is_all_padding_has_loss_and_gradient_zero():
@@ -150,8 +173,15 @@ def mean_loss_reference():
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
 def test_case_33_the_gradient_norm_is_the_same_for_every_number_of_microbatches(mean_loss_reference, num_microbatches):
-    found = assert_same_as_single_device(step_with(mean_loss), state_maker(), make_batch, mesh_of(pipe=2), optimizer=SGD,
-                                         expected=mean_loss_reference, num_microbatches=num_microbatches)
+    found = assert_same_as_single_device(
+        step_with(mean_loss),
+        state_maker(),
+        make_batch,
+        mesh_of(pipe=2),
+        optimizer=SGD,
+        expected=mean_loss_reference,
+        num_microbatches=num_microbatches,
+    )
     assert found.metrics[0] < 1e-13
 
 
@@ -160,8 +190,14 @@ def summed_over_root(logits, batch):
 
 
 def test_case_33_a_divisor_made_of_the_batch_size_is_that_of_the_full_batch():
-    assert_same_as_single_device(step_with(summed_over_root), state_maker(), make_batch, mesh_of(data=2, pipe=2), optimizer=SGD,
-                                 num_microbatches=2)
+    assert_same_as_single_device(
+        step_with(summed_over_root),
+        state_maker(),
+        make_batch,
+        mesh_of(data=2, pipe=2),
+        optimizer=SGD,
+        num_microbatches=2,
+    )
 
 
 # Bubbles.
@@ -184,10 +220,13 @@ class NoEpsilon(MLP):
         return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("model, stages", [(UnitNorm(4), 4), (Logarithm(2), 2), (NoEpsilon(3), 2)], ids=["norm", "log", "sqrt"])
+@pytest.mark.parametrize(
+    "model, stages", [(UnitNorm(4), 4), (Logarithm(2), 2), (NoEpsilon(3), 2)], ids=["norm", "log", "sqrt"]
+)
 def test_case_42_blocks_that_are_not_finite_on_zeros_stay_finite(model, stages):
-    assert_same_as_single_device(step_with(mean_loss), state_maker(model), make_batch, mesh_of(pipe=stages), optimizer=SGD,
-                                 num_microbatches=4)
+    assert_same_as_single_device(
+        step_with(mean_loss), state_maker(model), make_batch, mesh_of(pipe=stages), optimizer=SGD, num_microbatches=4
+    )
 
 
 def test_case_42_jax_debug_nans_finds_nothing_in_the_bubbles():
@@ -211,9 +250,13 @@ def test_case_45_clipping_by_the_global_norm_on_pipe_and_tensor():
     _, metrics = jax.jit(step)(make_state(SGD), make_batch(0))
     assert metrics["grad_norm"] > 5
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    assert_same_as_single_device(step, make_state, make_batch, mesh_of(pipe=2, tensor=2), optimizer=clipped, num_microbatches=2)
+    assert_same_as_single_device(
+        step, make_state, make_batch, mesh_of(pipe=2, tensor=2), optimizer=clipped, num_microbatches=2
+    )
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2, eps=1e-3))
-    assert_same_as_single_device(step, make_state, make_batch, mesh_of(pipe=2, tensor=2), optimizer=clipped, num_microbatches=2)
+    assert_same_as_single_device(
+        step, make_state, make_batch, mesh_of(pipe=2, tensor=2), optimizer=clipped, num_microbatches=2
+    )
 
 
 def test_case_63_a_weight_decay_mask_by_path_sees_the_users_tree():
@@ -226,6 +269,7 @@ def test_case_63_a_weight_decay_mask_by_path_sees_the_users_tree():
 
     make_state = state_maker()
     optimizer = optax.adamw(1e-2, eps=1e-3, weight_decay=0.3, mask=kernels_of_even_layers)
-    assert_same_as_single_device(step_with(mean_loss), make_state, make_batch, mesh_of(pipe=2), optimizer=optimizer,
-                                 num_microbatches=2)
+    assert_same_as_single_device(
+        step_with(mean_loss), make_state, make_batch, mesh_of(pipe=2), optimizer=optimizer, num_microbatches=2
+    )
     assert set(seen) == {jax.tree.structure(make_state(SGD).params)}

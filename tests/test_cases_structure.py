@@ -63,19 +63,26 @@ def train_step(state, batch):
 
 
 def mesh_of(data=1, pipe=1, tensor=1):
-    return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[:data * pipe * tensor])
+    return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[: data * pipe * tensor])
 
 
 def test_case_1_a_tied_embedding_gets_both_gradients_on_data_and_pipe():
-    assert_same_as_single_device(train_step, state_maker(LanguageModel(head="tied")), make_batch, mesh_of(data=2, pipe=2),
-                                 optimizer=SGD, num_microbatches=2)
+    assert_same_as_single_device(
+        train_step,
+        state_maker(LanguageModel(head="tied")),
+        make_batch,
+        mesh_of(data=2, pipe=2),
+        optimizer=SGD,
+        num_microbatches=2,
+    )
 
 
 def test_case_2_a_tied_table_is_one_leaf_and_does_not_drift_in_five_steps():
     make_state = state_maker(LanguageModel(layers=4, head="tied"))
     adamw = optax.adamw(1e-2, eps=1e-3, weight_decay=0.1)
-    assert_same_as_single_device(train_step, make_state, make_batch, mesh_of(pipe=4), optimizer=adamw, steps=5,
-                                 num_microbatches=4)
+    assert_same_as_single_device(
+        train_step, make_state, make_batch, mesh_of(pipe=4), optimizer=adamw, steps=5, num_microbatches=4
+    )
     tables = [x for x in jax.tree.leaves(make_state(SGD).params) if VOCABULARY in x.shape]
     assert len(tables) == 1
 
@@ -94,7 +101,9 @@ def test_case_4_two_leaves_made_from_one_array_stay_two_and_are_not_donated_twic
     expected, _ = jax.jit(train_step)(expected, make_batch(1))
     params = step.unshard(after).params
     for path in ("head", "embed"):
-        jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=0, atol=1e-14), params[path], expected.params[path])
+        jax.tree.map(
+            lambda a, e: np.testing.assert_allclose(a, e, rtol=0, atol=1e-14), params[path], expected.params[path]
+        )
     assert np.abs(params["head"] - params["embed"]["embedding"]).max() > 1e-4
 
 
@@ -121,7 +130,13 @@ def test_case_12_leaves_outside_the_blocks_are_equal_and_are_never_split_over_pi
     step.lower(state, make_batch(0))
     assert tuple(stage.blocks for stage in step.plan.stages) == (3, 2)
     named = " ".join(step.plan.other_leaves)
-    for leaf in ("['embed']['embedding']", "['norm']['scale']", "['norm']['bias']", "['head']['kernel']", "['head']['bias']"):
+    for leaf in (
+        "['embed']['embedding']",
+        "['norm']['scale']",
+        "['norm']['bias']",
+        "['head']['kernel']",
+        "['head']['bias']",
+    ):
         assert leaf in named
     assert "block_" not in named
 
@@ -136,8 +151,15 @@ def reference():
 @pytest.mark.parametrize("data, pipe, tensor", list(itertools.product((1, 2), repeat=3)))
 def test_case_69_axes_of_size_one_and_two_in_every_combination(reference, data, pipe, tensor):
     make_state, expected = reference
-    assert_same_as_single_device(train_step, make_state, make_batch, mesh_of(data, pipe, tensor), optimizer=DEFAULT_OPTIMIZER,
-                                 expected=expected, num_microbatches=2)
+    assert_same_as_single_device(
+        train_step,
+        make_state,
+        make_batch,
+        mesh_of(data, pipe, tensor),
+        optimizer=DEFAULT_OPTIMIZER,
+        expected=expected,
+        num_microbatches=2,
+    )
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (5, 0, 7, 2)], ids=["in order", "permuted"])
@@ -149,13 +171,18 @@ def test_case_70_stage_i_stands_on_row_i_of_the_users_mesh(order):
     after, metrics = step(before, make_batch(0))
     expected, expected_metrics = jax.jit(train_step)(before, make_batch(0))
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-12)
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-15),
-                 step.unshard(after).params, expected.params)
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-15),
+        step.unshard(after).params,
+        expected.params,
+    )
     (kernels,) = [x for x in jax.tree.leaves(after) if x.shape == (4, 1, WIDTH, WIDTH)]
     for shard in kernels.addressable_shards:
         stage = shard.index[0].start
         assert shard.device == devices[stage]
-        np.testing.assert_allclose(shard.data[0, 0], expected.params[f"block_{stage}"]["kernel"], rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(
+            shard.data[0, 0], expected.params[f"block_{stage}"]["kernel"], rtol=1e-12, atol=1e-15
+        )
 
 
 def test_case_96_the_program_has_the_same_operations_for_any_depth_and_any_number_of_microbatches():
@@ -171,7 +198,9 @@ def test_case_96_the_program_has_the_same_operations_for_any_depth_and_any_numbe
 
 def test_one_row_per_microbatch_is_enough():
     make_state = state_maker(LanguageModel())
-    assert_same_as_single_device(train_step, make_state, make_batch, mesh_of(data=2, pipe=2), optimizer=SGD, num_microbatches=4)
+    assert_same_as_single_device(
+        train_step, make_state, make_batch, mesh_of(data=2, pipe=2), optimizer=SGD, num_microbatches=4
+    )
 
 
 def test_the_metrics_of_all_devices_are_the_same_number():

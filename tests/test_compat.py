@@ -104,10 +104,18 @@ def test_backend_initialised_is_true_here():
 
 
 def test_backend_initialised_is_false_before_the_first_device():
-    code = ("import json, jax; from merak_jax import _compat; before = _compat.backend_initialised(); jax.devices(); "
-            "print(json.dumps([before, _compat.backend_initialised()]))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
-                          cwd=PACKAGE.parent, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    code = (
+        "import json, jax; from merak_jax import _compat; before = _compat.backend_initialised(); jax.devices(); "
+        "print(json.dumps([before, _compat.backend_initialised()]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=PACKAGE.parent,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [False, True]
 

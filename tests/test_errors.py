@@ -85,7 +85,9 @@ def messages(raised):
 
 
 def test_a_mesh_bigger_than_the_devices_names_both_numbers_and_the_fix():
-    with pytest.raises(errors.MeshError, match=r"data=4 x pipe=2 x tensor=2 needs 16 devices, but there are 8") as raised:
+    with pytest.raises(
+        errors.MeshError, match=r"data=4 x pipe=2 x tensor=2 needs 16 devices, but there are 8"
+    ) as raised:
         merak_jax.make_mesh(data=4, pipe=2, tensor=2)
     assert "merak_jax.emulate(16)" in messages(raised)
 
@@ -130,9 +132,11 @@ def test_an_unknown_schedule_is_answered_with_the_known_ones():
         merak_jax.parallelize(train_step, schedule="1F1B")
 
 
-@pytest.mark.parametrize("option", [{"remat": "full"}, {"overlap": True}, {"zero": 3}, {"offload": "params"}, {"hardware": "h100"}])
+@pytest.mark.parametrize(
+    "option", [{"remat": "full"}, {"overlap": True}, {"zero": 3}, {"offload": "params"}, {"hardware": "h100"}]
+)
 def test_an_option_that_is_not_supported_is_named(option):
-    (name, value), = option.items()
+    ((name, value),) = option.items()
     with pytest.raises(errors.PlanError, match=f"{name}={value!r} is not supported yet"):
         merak_jax.parallelize(train_step, **option)
 
@@ -179,15 +183,25 @@ def test_sharding_a_state_before_a_batch_says_how_to_do_it():
 # The batch.
 
 
-@pytest.mark.parametrize("data, num_microbatches, rows, near", [
-    (4, 1, 10, "8 or 12"), (1, 4, 6, "4 or 8"), (2, 8, 8, "16"), (2, 3, 20, "18 or 24"), (1, 2, 0, "2")])
-def test_case_66_a_batch_that_does_not_divide_names_leaf_numbers_and_the_nearest_valid_batch(data, num_microbatches, rows, near):
-    step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(data=data, devices=jax.devices()[:data]),
-                                 num_microbatches=num_microbatches)
+@pytest.mark.parametrize(
+    "data, num_microbatches, rows, near",
+    [(4, 1, 10, "8 or 12"), (1, 4, 6, "4 or 8"), (2, 8, 8, "16"), (2, 3, 20, "18 or 24"), (1, 2, 0, "2")],
+)
+def test_case_66_a_batch_that_does_not_divide_names_leaf_numbers_and_the_nearest_valid_batch(
+    data, num_microbatches, rows, near
+):
+    step = merak_jax.parallelize(
+        train_step, mesh=merak_jax.make_mesh(data=data, devices=jax.devices()[:data]), num_microbatches=num_microbatches
+    )
     with pytest.raises(errors.BatchError) as raised:
         step(make_state(), make_batch(rows))
-    for part in ("argument 1['x']", f"{rows} rows", f"data={data}", f"num_microbatches={num_microbatches}",
-                 f"use a batch of {near} rows"):
+    for part in (
+        "argument 1['x']",
+        f"{rows} rows",
+        f"data={data}",
+        f"num_microbatches={num_microbatches}",
+        f"use a batch of {near} rows",
+    ):
         assert part in messages(raised)
 
 
@@ -268,7 +282,9 @@ def test_a_gradient_whose_results_are_all_dropped_is_no_gradient_call():
 
 
 def test_a_loss_per_row_is_refused_and_told_to_be_reduced():
-    with pytest.raises(errors.GradientCallError, match=r"must return one scalar, but returns \(8,\); return its mean") as raised:
+    with pytest.raises(
+        errors.GradientCallError, match=r"must return one scalar, but returns \(8,\); return its mean"
+    ) as raised:
         run(step_with(losses_per_row))
     assert line_of(step_with, "jax.value_and_grad") in messages(raised)
 
@@ -337,7 +353,7 @@ def deviation(state, params, batch):
 @pytest.mark.parametrize("loss", [log_of_mean, largest, log_sum_exp, info_nce, deviation])
 @pytest.mark.parametrize("data, num_microbatches", [(1, 2), (2, 1)], ids=["microbatches", "data"])
 def test_case_32_a_loss_that_is_no_sum_over_rows_names_the_users_line_and_the_ways_out(loss, data, num_microbatches):
-    mesh = merak_jax.make_mesh(data=data, pipe=2, devices=jax.devices()[:2 * data])
+    mesh = merak_jax.make_mesh(data=data, pipe=2, devices=jax.devices()[: 2 * data])
     step = merak_jax.parallelize(step_with(loss), mesh=mesh, num_microbatches=num_microbatches)
     with pytest.raises(errors.NotSeparableError, match="num_microbatches=1 on a mesh with data=1") as raised:
         step(make_state(), make_batch())
@@ -407,7 +423,9 @@ def test_a_step_that_returns_another_type_names_the_leaf():
 @pytest.fixture(scope="module")
 def small_step():
     """A step that has seen a batch, with its state."""
-    step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(pipe=2, devices=jax.devices()[:2]), num_microbatches=2)
+    step = merak_jax.parallelize(
+        train_step, mesh=merak_jax.make_mesh(pipe=2, devices=jax.devices()[:2]), num_microbatches=2
+    )
     state = make_state()
     step.lower(state, make_batch())
     return step, state
@@ -504,8 +522,14 @@ print(json.dumps(found))
 
 def test_case_65_emulate_after_the_backend_started_says_what_there_is_and_what_to_do():
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120,
-                          cwd=Path(__file__).parents[1], env={**clean, "JAX_PLATFORMS": "cpu"})
+    done = subprocess.run(
+        [sys.executable, "-c", LATE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[1],
+        env={**clean, "JAX_PLATFORMS": "cpu"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     kind, text = found["emulate"]

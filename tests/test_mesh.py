@@ -69,7 +69,7 @@ def test_check_mesh_keeps_a_mesh_of_make_mesh():
 def test_check_mesh_puts_every_device_where_the_users_mesh_has_it(names, order, data):
     used = data.draw(st.integers(1, 3))
     sizes = data.draw(st.sampled_from([s for s in itertools.product((1, 2, 4), repeat=used) if np.prod(s) <= 8]))
-    grid = np.array(jax.devices())[list(order)][:int(np.prod(sizes))].reshape(sizes)
+    grid = np.array(jax.devices())[list(order)][: int(np.prod(sizes))].reshape(sizes)
     checked = check_mesh(Mesh(grid, tuple(names[:used]), axis_types=(AxisType.Auto,) * used))
     assert checked.axis_names == AXES
     for place in np.ndindex(*sizes):
@@ -97,7 +97,13 @@ print(json.dumps(found))
 
 def test_emulate_makes_cpu_devices_and_may_be_called_again_while_there_are_enough():
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    done = subprocess.run([sys.executable, "-c", EMULATED], capture_output=True, text=True, timeout=120,
-                          cwd=Path(__file__).parents[1], env=clean)
+    done = subprocess.run(
+        [sys.executable, "-c", EMULATED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[1],
+        env=clean,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [5, "cpu"]

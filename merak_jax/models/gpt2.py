@@ -74,8 +74,7 @@ class Attention(nn.Module):
             nn.DenseGeneral, dtype=config.dtype, param_dtype=config.param_dtype, kernel_init=_normal(0.02)
         )
         query, key, value = (
-            project(features=(config.num_heads, config.head_dim), name=name)(x)
-            for name in ("query", "key", "value")
+            project(features=(config.num_heads, config.head_dim), name=name)(x) for name in ("query", "key", "value")
         )
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(config.head_dim)
         scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
@@ -137,9 +136,7 @@ class GPT2(nn.Module):
         if length > config.max_length:
             raise ValueError(f"{length} tokens do not fit max_length {config.max_length}")
         types = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-        embed = nn.Embed(
-            config.vocab_size, config.width, embedding_init=_normal(0.02), name="token_embedding", **types
-        )
+        embed = nn.Embed(config.vocab_size, config.width, embedding_init=_normal(0.02), name="token_embedding", **types)
         positions = nn.Embed(
             config.max_length, config.width, embedding_init=_normal(0.01), name="position_embedding", **types
         )
@@ -154,9 +151,7 @@ class GPT2(nn.Module):
         x = _layer_norm(config, "norm_f")(x)
         if config.tie_head:
             return embed.attend(x)
-        return nn.Dense(
-            config.vocab_size, use_bias=False, kernel_init=_normal(0.02), name="lm_head", **types
-        )(x)
+        return nn.Dense(config.vocab_size, use_bias=False, kernel_init=_normal(0.02), name="lm_head", **types)(x)
 
     def _scanned_blocks(self, x, mask, deterministic):
         def one_block(block, carry, _):

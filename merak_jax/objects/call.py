@@ -135,7 +135,12 @@ class ObjectStep:
             leaf
             for x in jax.tree.leaves(returned, is_leaf=_is_returned)
             for leaf in (
-                [leaf for v, is_variable in zip(x.values, x.variables) if not is_variable for leaf in jax.tree.leaves(v)]
+                [
+                    leaf
+                    for v, is_variable in zip(x.values, x.variables)
+                    if not is_variable
+                    for leaf in jax.tree.leaves(v)
+                ]
                 if _is_returned(x)
                 else [x]
             )

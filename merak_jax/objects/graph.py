@@ -174,9 +174,7 @@ class PureStep:
         nodes = graphlib.IndexMap()
         # Containers in a value are the step's own, so that it may change them: `values` keeps the old leaves.
         objects = nnx.unflatten(self.graphdef, [jax.tree.map(lambda x: x, v) for v in values], index_ref=nodes)
-        args = tuple(
-            objects[self.positions.index(n)] if n in self.positions else a for n, a in enumerate(args)
-        )
+        args = tuple(objects[self.positions.index(n)] if n in self.positions else a for n, a in enumerate(args))
         try:
             returned = self.function(*args)
         except flax.errors.TraceContextError as error:

@@ -226,9 +226,7 @@ def _part(layout: StateLayout, members: Sequence[Sequence[int]], numbers: Sequen
         tree=jax.tree.structure([0] * len(own)),
         paths=tuple(f"[{n}]" for n in range(len(own))),
         avals=tuple(layout.avals[i] for i in own),
-        places=tuple(
-            dataclasses.replace(layout.places[i], array=new_number[layout.places[i].array]) for i in own
-        ),
+        places=tuple(dataclasses.replace(layout.places[i], array=new_number[layout.places[i].array]) for i in own),
         specs=tuple(layout.specs[number] for number in numbers),
     )
 

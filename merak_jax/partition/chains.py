@@ -274,7 +274,7 @@ def _wired_chain(search: _Search, start, period, repeats) -> PlacedChain:
             return lane(atoms)
         if atoms in inside_block:
             return inside_block[atoms]
-        places = [search.defined.get(a) for a in atoms]
+        places: list[Any] = [search.defined.get(a) for a in atoms]
         if any(p is None for p in places) or len({p[1] for p in places}) > 1 or any(domain[a] == BOTH for a in atoms):
             return None
         eqns = [program.eqns[p[0]] for p in places]

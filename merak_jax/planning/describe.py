@@ -16,21 +16,31 @@ from merak_jax.runtime.state import StateLayout
 
 def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan:
     """The plan of a step for the shapes it was traced with."""
-    traced, graph, mesh, lanes = program.traced, program.loss.found, program.pipeline.mesh, program.lanes
+    traced, graph, mesh = program.traced, program.loss.found, program.pipeline.mesh
     chain = graph.chain
-    carry = sum(_bytes(a) for a in chain.carry_avals) if chain is not None else 0
-    if program.table is not None:
-        in_flight = [int(n) for n in program.table.in_flight()]
-        slots = program.table.num_stash_slots
-    else:
-        in_flight, slots = [1] * lanes.num_stages, 0
+    carry = sum(_bytes(a) for a in graph.carry_avals) if graph.chains else 0
     tensor = mesh.shape["tensor"]
-    block = sum(
-        _bytes(v.aval) // (tensor if "tensor" in spec else 1)
-        for v, spec in zip(chain.lane_prepare.outvars if chain is not None else (), program.shardings.lane_operands)
+    specs = iter(program.shardings.lane_operands)
+    block_bytes = [
+        sum(_bytes(v.aval) // (tensor if "tensor" in next(specs) else 1) for v in c.lane_prepare.outvars)
+        for c in graph.chains
+    ]
+    if program.table is not None:
+        held = [int(n) for n in program.table.in_flight()]
+        counts = list(zip(*(layout.counts for layout in program.chain_layouts)))
+        constant = [all(column) for column in zip(*(c.unchanged for c in graph.chains))]
+        depth = max(map(sum, counts))
+        stash = program.table.num_stash_slots * sum(
+            _bytes(a) * (1 if same else depth) for a, same in zip(graph.carry_avals, constant)
+        )
+    else:
+        held, counts, stash = [1], [tuple(c.length for c in graph.chains)], 0
+    # What stands between two chains is no block.
+    layers = [n for n, c in enumerate(graph.chains) if c.length > 1]
+    stages = tuple(
+        StagePlan(sum(own[n] for n in layers), sum(n * size for n, size in zip(own, block_bytes)), most, stash)
+        for own, most in zip(counts, held)
     )
-    counts = lanes.counts if program.table is not None else (chain.length if chain is not None else 0,)
-    stages = tuple(StagePlan(n, n * block, held, slots * lanes.depth * carry) for n, held in zip(counts, in_flight))
     state_bytes = sum(
         _stored_bytes(layout, number) for layout in program.layouts.values() for number in range(len(layout.specs))
     )
@@ -56,7 +66,8 @@ def _stored_bytes(layout: StateLayout, number: int) -> int:
     """Bytes of one stored array on one device."""
     leaf = layout.leaves_of(number)[0]
     lane, aval = layout.places[leaf].lane, layout.avals[leaf]
-    lead = () if lane is None else (layout.lanes.num_stages, layout.lanes.depth)
+    lanes = layout.lanes[number]
+    lead = () if lanes is None else (lanes.num_stages, lanes.depth)
     axes = [a for entry in layout.specs[number] if entry for a in (entry if isinstance(entry, tuple) else (entry,))]
     ways = math.prod(layout.mesh.shape[a] for a in axes)
     return math.prod((*lead, *aval.shape[lane == -1 :])) * getattr(aval.dtype, "itemsize", 8) // ways

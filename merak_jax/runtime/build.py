@@ -10,7 +10,8 @@ from jax.extend.core import Var
 from jax.sharding import Mesh
 
 from merak_jax.errors import NoRepeatedBlocksError, PlanError
-from merak_jax.partition.lanes import LaneLayout, even_counts
+from merak_jax.partition.lanes import LaneLayout
+from merak_jax.partition.work import balanced_counts, flops
 from merak_jax.runtime.groups import find_state_groups
 from merak_jax.runtime.loss import LossProgram, block_inputs, output_status, separate, wanted_gradients
 from merak_jax.runtime.pipeline import Pipeline
@@ -38,8 +39,8 @@ def build(
     """
     stages = mesh.shape["pipe"]
     loss = separate(full, micro, rows, stages)
-    chain = loss.found.chain
-    if chain is None and stages > 1:
+    chains = loss.found.chains
+    if not chains and stages > 1:
         obstacle = loss.found.obstacle
         reason = (
             f"its blocks differ: {obstacle}"
@@ -50,7 +51,9 @@ def build(
             f"pipe={stages} needs a model with repeated blocks, but {reason}; use pipe=1, or make at least two layers equal"
         )
     program = loss.graph.program
-    lane_groups, stack_inputs = block_inputs(loss, full.num_loss_constants)
+    counts = balanced_counts([flops(c.body) for c in chains], [c.length for c in chains], stages)
+    chain_layouts = [LaneLayout(n) for n in counts]
+    lane_groups, stack_inputs = block_inputs(loss, full.num_loss_constants, chain_layouts)
     operands = full.equation.invars
 
     def outer(var: Var):
@@ -69,9 +72,8 @@ def build(
     groups = find_state_groups(
         full,
         step,
-        [tuple(outer(v) for v in g) for g in lane_groups if outer(g[0]) is not None],
-        [outer(v) for v in stack_inputs if outer(v) is not None],
-        chain.length if chain is not None else 0,
+        {tuple(outer(v) for v in g): layout for g, layout in lane_groups.items() if outer(g[0]) is not None},
+        {outer(v): layout for v, layout in stack_inputs.items() if outer(v) is not None},
         set(state_outputs),
     )
     in_groups = {v for g in groups.lanes for v in g} | set(groups.stacks)
@@ -80,18 +82,17 @@ def build(
     if stages == 1:
         # The loss runs as the user wrote it, and the state is stored so.
         shardings, groups = shardings.unpacked(), groups.unpacked()
-        lane_groups, stack_inputs = [], []
-    lanes = LaneLayout(even_counts(chain.length, stages) if chain is not None and stages > 1 else (0,))
-    prepare = Rerolled(program, lane_groups, stack_inputs, lanes)
+        lane_groups, stack_inputs, chain_layouts = {}, {}, []
+    prepare = Rerolled(program, lane_groups, stack_inputs)
     gradient_groups, gradient_stacks = _gradient_groups(full, loss, lane_groups, stack_inputs)
-    update = Rerolled(step, [*groups.lanes, *gradient_groups], [*groups.stacks, *gradient_stacks], lanes)
-    layouts = groups.layouts(full, lanes, mesh, shardings.stored, list(state_outputs))
+    update = Rerolled(step, {**groups.lanes, **gradient_groups}, {**groups.stacks, **gradient_stacks})
+    layouts = groups.layouts(full, mesh, shardings.stored, list(state_outputs))
     shared, shared_gradient, lane_gradient = wanted_gradients(loss, full.num_loss_constants)
     table = make_table(stages, num_microbatches) if stages > 1 else None
     whole = full.rows == rows
     pipeline = Pipeline(
         graph=loss.graph,
-        layout=lanes,
+        layouts=tuple(chain_layouts),
         mesh=mesh,
         num_microbatches=num_microbatches,
         table=table,
@@ -108,14 +109,14 @@ def build(
         full,
         loss,
         layouts,
-        lanes,
+        tuple(chain_layouts),
         table,
         pipeline,
         shardings,
         update,
         prepare,
-        tuple(lane_groups),
-        tuple(stack_inputs),
+        lane_groups,
+        stack_inputs,
         state_outputs,
     )
 
@@ -130,9 +131,9 @@ def _gradient_groups(full: TracedStep, loss: LossProgram, lane_groups, stack_inp
         at = source.index - full.num_loss_constants
         return gradients[at] if source.kind == "operand" and at >= 0 else None
 
-    groups = [tuple(gradient(v) for v in g) for g in lane_groups]
-    stacks = [gradient(v) for v in stack_inputs]
-    return [g for g in groups if None not in g], [v for v in stacks if v is not None]
+    groups = {tuple(gradient(v) for v in g): layout for g, layout in lane_groups.items()}
+    stacks = {gradient(v): layout for v, layout in stack_inputs.items()}
+    return {g: n for g, n in groups.items() if None not in g}, {v: n for v, n in stacks.items() if v is not None}
 
 
 def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -21,18 +21,17 @@ from merak_jax.tracing.step import TracedStep
 class StateGroups:
     """Lane groups (one input per block) and stacks (one input `[L, ...]`) among the inputs of the step."""
 
-    lanes: tuple[tuple[Var, ...], ...]
-    stacks: tuple[Var, ...]
+    lanes: Mapping[tuple[Var, ...], LaneLayout]
+    stacks: Mapping[Var, LaneLayout]
     follows: Mapping[Any, Any]  # a group or stack of moments -> the parameter group or stack whose path it shares
 
     def unpacked(self) -> StateGroups:
         """No groups: every leaf is stored as the user has it."""
-        return StateGroups((), (), {})
+        return StateGroups({}, {}, {})
 
     def layouts(
         self,
         traced: TracedStep,
-        lanes: LaneLayout,
         mesh: Mesh,
         specs: Mapping[Any, PartitionSpec],
         arguments: Sequence[int],
@@ -56,7 +55,7 @@ class StateGroups:
                 avals=tuple(avals),
                 places=tuple(places),
                 specs=tuple(specs[g] for g in numbers),
-                lanes=lanes,
+                lanes=tuple(self.lanes.get(g, self.stacks.get(g)) for g in numbers),
                 mesh=mesh,
             )
         return result
@@ -65,9 +64,8 @@ class StateGroups:
 def find_state_groups(
     traced: TracedStep,
     step: Jaxpr,
-    lane_atoms: Sequence[tuple],
-    stack_atoms: Sequence[Any],
-    num_blocks: int,
+    lane_atoms: Mapping[tuple, LaneLayout],
+    stack_atoms: Mapping[Any, LaneLayout],
     arguments: set[int],
 ) -> StateGroups:
     """Group the leaves of the packed `arguments`.
@@ -82,22 +80,26 @@ def find_state_groups(
         return v in number and traced.leaf_argument[number[v]] in arguments
 
     taken: set[Var] = set()
-    lanes: list[tuple[Var, ...]] = []
-    for group in lane_leaves(step, lane_atoms):
-        same_argument = len({traced.leaf_argument[number[v]] for v in group if v in number}) == 1
-        if all(packable(v) for v in group) and same_argument and not taken & set(group):
-            taken.update(group)
-            lanes.append(group)
-    stacks = [v for v in stack_leaves(step, stack_atoms, num_blocks) if packable(v) and v not in taken]
-    taken.update(stacks)
+    lanes: dict[tuple[Var, ...], LaneLayout] = {}
+    stacks: dict[Var, LaneLayout] = {}
+    for layout in dict.fromkeys([*lane_atoms.values(), *stack_atoms.values()]):
+        for group in lane_leaves(step, [g for g, own in lane_atoms.items() if own == layout]):
+            same_argument = len({traced.leaf_argument[number[v]] for v in group if v in number}) == 1
+            if all(packable(v) for v in group) and same_argument and not taken & set(group):
+                taken.update(group)
+                lanes[group] = layout
+        for v in stack_leaves(step, [a for a, own in stack_atoms.items() if own == layout], layout.num_lanes):
+            if packable(v) and v not in taken:
+                taken.add(v)
+                stacks[v] = layout
     by_path = {(traced.leaf_argument[n], traced.leaf_keys[n]): v for v, n in number.items()}
     follows = {
         **_lanes_by_path(traced, number, by_path, lanes, taken, packable),
-        **_stacks_by_path(traced, number, stacks, taken, packable, num_blocks),
+        **_stacks_by_path(traced, number, stacks, taken, packable),
     }
-    lanes += [g for g in follows if isinstance(g, tuple)]
-    stacks += [v for v in follows if not isinstance(v, tuple)]
-    return StateGroups(tuple(lanes), tuple(stacks), follows)
+    lanes.update((g, lanes[like]) for g, like in follows.items() if isinstance(g, tuple))
+    stacks.update((v, stacks[like]) for v, like in follows.items() if not isinstance(v, tuple))
+    return StateGroups(lanes, stacks, follows)
 
 
 def _lanes_by_path(traced, number, by_path, lanes, taken, packable) -> dict[tuple[Var, ...], Any]:
@@ -128,14 +130,16 @@ def _lanes_by_path(traced, number, by_path, lanes, taken, packable) -> dict[tupl
     return found
 
 
-def _stacks_by_path(traced, number, stacks, taken, packable, num_blocks) -> dict[Var, Any]:
+def _stacks_by_path(traced, number, stacks, taken, packable) -> dict[Var, Any]:
     """Leaves `[L, ...]` whose path ends as a stacked parameter's does."""
     suffixes = {traced.leaf_keys[number[v]][1:] or traced.leaf_keys[number[v]]: v for v in stacks}
     found: dict[Var, Any] = {}
     for var, n in number.items():
         keys = traced.leaf_keys[n]
         parameter = next((v for s, v in suffixes.items() if keys[-len(s) :] == s), None)
-        if parameter is not None and var not in taken and packable(var) and var.aval.shape[:1] == (num_blocks,):
+        if parameter is None or var in taken or not packable(var):
+            continue
+        if var.aval.shape[:1] == (stacks[parameter].num_lanes,):
             taken.add(var)
             found[var] = parameter
     return found

@@ -25,7 +25,7 @@ def initialise(function: Callable, args: Sequence[Any], layout: StateLayout) -> 
     if leaf_paths(shapes) != layout.paths:
         raise StateError("the initialiser makes another structure than the state that the step was planned for")
     jaxpr, constants = constants_to_inputs(inline(closed))
-    program = Rerolled(jaxpr, [], [], layout.lanes)
+    program = Rerolled(jaxpr, {}, {})
 
     def make(*inputs):
         values = program.start([], [], dict(zip(jaxpr.invars, inputs)))
@@ -37,9 +37,9 @@ def initialise(function: Callable, args: Sequence[Any], layout: StateLayout) -> 
             if lane is None:
                 value = values.whole(atoms[0])
             elif lane == -1:
-                value = values.packed_stack(atoms[0])
+                value = values.packed_stack(atoms[0], layout.lane_layout(number))
             else:
-                value = values.packed(atoms)
+                value = values.packed(atoms, layout.lane_layout(number))
             arrays.append(
                 jax.numpy.asarray(value, layout.avals[members[0]].dtype) if not hasattr(value, "dtype") else value
             )

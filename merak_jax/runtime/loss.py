@@ -14,6 +14,7 @@ from merak_jax.errors import NotSeparableError, TraceError
 from merak_jax.partition.blocks import BlockGraph, dependence, find_blocks
 from merak_jax.partition.blocks import whole as whole_loss
 from merak_jax.partition.chains import BATCH, PARAMETER
+from merak_jax.partition.lanes import LaneLayout
 from merak_jax.runtime.groups import stack_leaves
 from merak_jax.runtime.reroll import lane_leaves
 from merak_jax.runtime.stage import is_differentiable
@@ -155,37 +156,34 @@ def _operand_status(full: TracedStep, n: int, a: Any, b: Any) -> Any:
     )
 
 
-def block_inputs(loss: LossProgram, num_constants: int) -> tuple[list[tuple[Var, ...]], list[Var]]:
-    """The inputs of the loss that blocks read: one per block, and stacks `[L, ...]`.
+def block_inputs(
+    loss: LossProgram, num_constants: int, layouts: Sequence[LaneLayout]
+) -> tuple[dict[tuple[Var, ...], LaneLayout], dict[Var, LaneLayout]]:
+    """The inputs of the loss that blocks read: one per block, and stacks `[L, ...]`, each with the layout of its chain.
 
     The members of a group are all differentiated, all other operands, or all constants: where some blocks are frozen and
     others are not, their inputs stay apart.
     """
     graph = loss.found
-    chain = graph.chain
-    if chain is None:
-        return [], []
 
     def kind(var: Var) -> tuple[str, bool]:
         source = loss.inputs[var]
         return source.kind, source.kind == "operand" and source.index >= num_constants
 
-    found = lane_leaves(graph.program, [s.values for s in chain.slots if s.stack is None])
-    lane_groups = _disjoint([g for g in found if len({kind(v) for v in g}) == 1])
-    in_lanes = {v for g in lane_groups for v in g}
-    stacks = stack_leaves(graph.program, [s.stack for s in chain.slots if s.stack is not None], chain.length)
-    return lane_groups, [v for v in stacks if v not in in_lanes]
-
-
-def _disjoint(groups: Sequence[tuple[Var, ...]]) -> list[tuple[Var, ...]]:
-    """Groups that share no variable with an earlier one."""
     taken: set[Var] = set()
-    result = []
-    for group in groups:
-        if not taken & set(group):
-            taken.update(group)
-            result.append(group)
-    return result
+    lanes: dict[tuple[Var, ...], LaneLayout] = {}
+    stacks: dict[Var, LaneLayout] = {}
+    for chain, layout in zip(graph.chains, layouts):
+        for group in lane_leaves(graph.program, [s.values for s in chain.slots if s.stack is None]):
+            # Groups share no variable with an earlier one.
+            if len({kind(v) for v in group}) == 1 and not taken & set(group):
+                taken.update(group)
+                lanes[group] = layout
+        for v in stack_leaves(graph.program, [s.stack for s in chain.slots if s.stack is not None], chain.length):
+            if v not in taken:
+                taken.add(v)
+                stacks[v] = layout
+    return lanes, stacks
 
 
 def output_status(loss: LossProgram, n: int, whole: bool) -> Any:
@@ -207,19 +205,18 @@ def wanted_gradients(loss: LossProgram, num_constants: int):
             for v in graph.program.invars
         },
     )
-    chain = graph.chain
-    names = [*graph.prologue_shared, *graph.side_shared, *graph.epilogue_shared, *(chain.shared if chain else ())]
+    names = [*graph.prologue_shared, *graph.side_shared, *graph.epilogue_shared, *graph.chain_shared]
     shared = tuple(dict.fromkeys(names))
     shared_gradient = tuple(bool(depends[v]) and is_differentiable(v.aval) for v in shared)
-    if chain is None:
-        return shared, shared_gradient, ()
-    slot_bits = [
-        any(isinstance(a, Var) and depends[a] for a in (s.values if s.stack is None else (s.stack,)))
-        for s in chain.slots
-    ]
-    prepared = chain.lane_prepare
-    bits = dependence(
-        prepared, dict(zip(prepared.invars, [*map(int, slot_bits), *(int(bool(depends[v])) for v in chain.shared)]))
-    )
-    lane_gradient = tuple(bool(bits[v]) and is_differentiable(v.aval) for v in prepared.outvars)
-    return shared, shared_gradient, lane_gradient
+    lane_gradient: list[bool] = []
+    for chain in graph.chains:
+        slot_bits = [
+            any(isinstance(a, Var) and depends[a] for a in (s.values if s.stack is None else (s.stack,)))
+            for s in chain.slots
+        ]
+        prepared = chain.lane_prepare
+        bits = dependence(
+            prepared, dict(zip(prepared.invars, [*map(int, slot_bits), *(int(bool(depends[v])) for v in chain.shared)]))
+        )
+        lane_gradient += [bool(bits[v]) and is_differentiable(v.aval) for v in prepared.outvars]
+    return shared, shared_gradient, tuple(lane_gradient)

@@ -38,7 +38,9 @@ class Run:
     def microbatch(self, m) -> list[Any]:
         """The rows inputs of microbatch `m`, at microbatch shape."""
         feed = iter(self.rows)
-        numbers = self.first_row + jnp.asarray(m).astype(jnp.uint32) * self.size + jnp.arange(self.size, dtype=jnp.uint32)
+        numbers = (
+            self.first_row + jnp.asarray(m).astype(jnp.uint32) * self.size + jnp.arange(self.size, dtype=jnp.uint32)
+        )
 
         def rows(status):
             value = take(next(feed), m)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,11 +34,12 @@ class Pipeline:
     Shared where the whole batch is the one microbatch.
     `output_status`: per epilogue output. `shared`: the variables of the shared values, in the order they are given;
     `shared_gradient`, `lane_gradient`: which shared values and which lane operands gradients are wanted for.
-    `shared_specs`, `lane_specs`: their sharding, lanes as `[P, N, ...]`.
+    `shared_specs`, `lane_specs`: their sharding, lanes as `[P, N, ...]`. Lane operands of all chains are one list; `layouts`
+    says per chain how many blocks each stage has.
     """
 
     graph: BlockGraph
-    layout: LaneLayout
+    layouts: tuple[LaneLayout, ...]
     mesh: Mesh
     num_microbatches: int
     table: TickTable | None
@@ -120,11 +122,25 @@ class _TickRun(Run):
 
     def __init__(self, pipeline: Pipeline, lanes, shared, rows):
         super().__init__(pipeline, lanes, shared, rows)
-        chain = self.graph.blocks
+        graph = self.graph
         gradient = dict(zip(pipeline.shared, pipeline.shared_gradient))
+        self.lanes = self._by_chain(lanes)
+        self.lane_gradient = self._by_chain(pipeline.lane_gradient)
+        self.lane_specs = self._by_chain(pipeline.lane_specs)
+        self.counts = np.array([layout.counts for layout in pipeline.layouts], np.int32).T
         self.stage = Stage(
-            chain, pipeline.lane_gradient, tuple(gradient[v] for v in chain.shared), self.constrain_lane_sums
+            graph.chains,
+            tuple(map(tuple, self.lane_gradient)),
+            graph.chain_shared,
+            tuple(gradient[v] for v in graph.chain_shared),
+            graph.side_rows,
+            self.constrain_lane_sums,
         )
+
+    def _by_chain(self, values: Sequence[Any]) -> list[list[Any]]:
+        """One entry per lane operand, as one list per chain."""
+        feed = iter(values)
+        return [list(itertools.islice(feed, len(c.lane_prepare.outvars))) for c in self.graph.chains]
 
     def prologue(self, shared, rows) -> list[Any]:
         """The first carry of a microbatch."""
@@ -132,51 +148,55 @@ class _TickRun(Run):
         given = set(self.graph.prologue_slots)
         return [
             next(made) if n in given else jnp.zeros(aval.shape, aval.dtype)
-            for n, aval in enumerate(self.graph.blocks.carry_avals)
+            for n, aval in enumerate(self.graph.carry_avals)
         ]
 
     def side(self, rows) -> list[Any]:
         """What the blocks read of a microbatch besides the carry."""
         return evaluate(self.graph.side, [], *self.values(self.graph.side_shared), *rows)
 
-    def constrain_lane_sums(self, sums, inside_pipe: bool = True):
-        """Keep the accumulators of lane gradients split as their parameters are."""
-        specs = [spec for spec, yes in zip(self.p.lane_specs, self.p.lane_gradient) if yes]
+    def constrain_lane_sums(self, sums, number: int, inside_pipe: bool = True):
+        """Keep the accumulators of a chain's lane gradients split as their parameters are."""
+        specs = select(self.lane_gradient[number], self.lane_specs[number])
         if self.p.mesh.shape["tensor"] == 1 and inside_pipe:
             return sums
         return [self.constrain(x, P(*spec[1:]) if inside_pipe else spec) for x, spec in zip(sums, specs)]
 
-    def zero_lane_sums(self) -> list[Any]:
-        sums = [jnp.zeros(x.shape, accumulator_dtype(x.dtype)) for x in select(self.p.lane_gradient, self.lanes)]
-        return self.constrain_lane_sums(sums, inside_pipe=False)
+    def zero_lane_sums(self) -> list[list[Any]]:
+        found = []
+        for number, lanes in enumerate(self.lanes):
+            wanted = select(self.lane_gradient[number], lanes)
+            sums = [jnp.zeros(x.shape, accumulator_dtype(x.dtype)) for x in wanted]
+            found.append(self.constrain_lane_sums(sums, number, inside_pipe=False))
+        return found
 
     def gradients(self):
         """The loss and its gradient by the tick table: one scan per phase."""
-        table, chain = self.p.table, self.graph.blocks
+        table, avals = self.p.table, self.graph.carry_avals
         assert table is not None
-        depth = self.p.layout.depth
+        depth = max(1, int(self.counts.sum(1).max()))
         lead = (self.stages,)
         floats = self.stage.carry_float
         state = {
             "stash": [
-                empty_buffer((*lead, table.num_stash_slots, depth, *a.shape), a.dtype) for a in chain.carry_avals
+                empty_buffer((*lead, table.num_stash_slots, *(() if same else (depth,)), *a.shape), a.dtype)
+                for a, same in zip(avals, self.stage.carry_constant)
             ],
             "inbox": [
-                empty_buffer((*lead, table.num_cotangent_slots, *a.shape), a.dtype)
-                for a in select(floats, chain.carry_avals)
+                empty_buffer((*lead, table.num_cotangent_slots, *a.shape), a.dtype) for a in select(floats, avals)
             ],
             "lanes": self.zero_lane_sums(),
             "block_shared": [
                 jnp.zeros((*lead, *v.shape), accumulator_dtype(v.dtype))
-                for v in select(self.stage.shared_gradient, self.values(chain.shared))
+                for v in select(self.stage.shared_gradient, self.values(self.stage.shared))
             ],
             "shared": self.zero_shared_sums(),
             "outputs": self.zero_outputs(),
         }
         # What arrived at the end of a tick is stored at the start of the next one: then no buffer is read after it is written,
         # and XLA keeps every write in place.
-        state["arrived"] = [empty_buffer((*lead, *a.shape), a.dtype) for a in chain.carry_avals]
-        state["returned"] = [empty_buffer((*lead, *a.shape), a.dtype) for a in select(floats, chain.carry_avals)]
+        state["arrived"] = [empty_buffer((*lead, *a.shape), a.dtype) for a in avals]
+        state["returned"] = [empty_buffer((*lead, *a.shape), a.dtype) for a in select(floats, avals)]
         state["arrived"] = self._after_what_is_read_later(state["arrived"])
         for name in ("stash", "inbox", "block_shared", "arrived", "returned"):
             state[name] = [self.constrain(x, P("pipe")) for x in state[name]]
@@ -191,9 +211,9 @@ class _TickRun(Run):
 
             state, _ = lax.scan(tick, state, {name: jnp.asarray(column) for name, column in columns.items()})
         shared = dict(zip([v for v, yes in zip(self.p.shared, self.wanted) if yes], state["shared"]))
-        for v, total in zip(select(self.stage.shared_gradient, chain.shared), state["block_shared"]):
+        for v, total in zip(select(self.stage.shared_gradient, self.stage.shared), state["block_shared"]):
             shared[v] = shared[v] + total.sum(0)
-        return self.finish(state["outputs"]), state["lanes"], self.constrain_shared_sums(list(shared.values()))
+        return self.finish(state["outputs"]), sum(state["lanes"], []), self.constrain_shared_sums(list(shared.values()))
 
     def _after_what_is_read_later(self, buffers) -> list[Any]:
         """The same empty buffers, but known only when every small shared value is: the first phase starts after them.
@@ -210,9 +230,12 @@ class _TickRun(Run):
     def _tick(self, state, column, phase, present, always):
         """One tick: store what arrived, F on every stage, the epilogue, B on every stage."""
         if present["store_arrived"]:
-            state["stash"] = self._receive(state["stash"], state["arrived"], column["store_arrived"], (0,))
+            places = [() if same else (0,) for same in self.stage.carry_constant]
+            state["stash"] = self._receive(state["stash"], state["arrived"], column["store_arrived"], places)
         if present["store_returned"]:
-            state["inbox"] = self._receive(state["inbox"], state["returned"], column["store_returned"], ())
+            state["inbox"] = self._receive(
+                state["inbox"], state["returned"], column["store_returned"], [()] * len(state["inbox"])
+            )
         cotangent = None
         if phase.forward:
             state["stash"], last, state["arrived"] = self._forward(state, column)
@@ -230,7 +253,7 @@ class _TickRun(Run):
 
         `stage_args` are split over `pipe` in dimension 0, `whole_args` are not; `run` reads the values that blocks need.
         """
-        names = list(dict.fromkeys([*self.graph.blocks.shared, *self.graph.side_shared]))
+        names = list(dict.fromkeys([*self.stage.shared, *self.graph.side_shared]))
 
         def body(stage_args, whole_args, values):
             own = jax.tree.map(lambda x: x[0], stage_args)
@@ -252,15 +275,18 @@ class _TickRun(Run):
     def _forward(self, state, column):
         rows = self.microbatch(jnp.maximum(column["prologue"], 0))
         first = self.prologue(None, rows)
-        counts = jnp.asarray(self.p.layout.counts, jnp.int32)
+        counts = jnp.asarray(self.counts)
         last = self.stages - 1
         shift = [(s, s + 1) for s in range(last)]
 
         def body(run, stage, own, first):
             m, slot, count = own["m"], jnp.maximum(own["slot"], 0), own["count"]
-            carry = [jnp.where(stage == 0, x, take(s, slot, 0)) for x, s in zip(first, own["stash"])]
+            arrived = [
+                take(s, slot) if same else take(s, slot, 0) for s, same in zip(own["stash"], self.stage.carry_constant)
+            ]
+            carry = [jnp.where(stage == 0, x, a) for x, a in zip(first, arrived)]
             side = run.side(run.microbatch(jnp.maximum(m, 0)))
-            shared = run.values(self.graph.blocks.shared)
+            shared = run.values(self.stage.shared)
             # An idle stage runs no block: nothing to discard, and no slot is touched.
             out, stash = self.stage.forward(
                 carry, own["lanes"], shared, side, own["stash"], slot, jnp.where(m >= 0, count, 0)
@@ -304,7 +330,7 @@ class _TickRun(Run):
         return self._on_stages(body, inbox, (list(cotangent), column["epilogue_slot"]))
 
     def _backward(self, state, column, cotangent):
-        counts = jnp.asarray(self.p.layout.counts, jnp.int32)
+        counts = jnp.asarray(self.counts)
         shift = [(s, s - 1) for s in range(1, self.stages)]
         last = self.stages - 1
 
@@ -319,7 +345,7 @@ class _TickRun(Run):
             out, lanes, block_shared = self.stage.backward(
                 incoming,
                 own["lanes"],
-                run.values(self.graph.blocks.shared),
+                run.values(self.stage.shared),
                 side,
                 own["stash"],
                 slot,
@@ -356,13 +382,16 @@ class _TickRun(Run):
         state["shared"] = self.add_shared(state["shared"], pull(first)[0])
         return sent
 
-    def _receive(self, buffers, values, slots, place: tuple[int, ...]):
+    def _receive(self, buffers, values, slots, places: Sequence[tuple[int, ...]]):
         """Store what arrived, at `[slot, *place]` of each stage's buffers."""
 
-        def body(buffers, values, slots):
+        def store(buffer, value, slot, place):
             # The stage's leading 1 stays, so that the write is in place.
-            at = (0, jnp.maximum(slots[0], 0), *place)
-            return [put(b, jnp.where(slots[0] >= 0, v[0], take(b, *at)), *at) for b, v in zip(buffers, values)]
+            at = (0, jnp.maximum(slot, 0), *place)
+            return put(buffer, jnp.where(slot >= 0, value[0], take(buffer, *at)), *at)
+
+        def body(buffers, values, slots):
+            return [store(b, v, slots[0], place) for b, v, place in zip(buffers, values, places)]
 
         return jax.shard_map(
             body,

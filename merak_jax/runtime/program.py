@@ -29,14 +29,14 @@ class StepProgram:
     traced: TracedStep
     loss: LossProgram
     layouts: dict[int, StateLayout]
-    lanes: LaneLayout
+    chain_layouts: tuple[LaneLayout, ...]
     table: TickTable | None
     pipeline: Pipeline
     shardings: Shardings
     update: Rerolled
     prepare: Rerolled
-    lane_groups: tuple[tuple[Var, ...], ...]
-    stack_inputs: tuple[Var, ...]
+    lane_groups: dict[tuple[Var, ...], LaneLayout]
+    stack_inputs: dict[Var, LaneLayout]
     state_outputs: dict[int, tuple[int, ...]]
 
     # The step.
@@ -130,18 +130,22 @@ class StepProgram:
         )
 
     def _lane_operands(self, ev: Evaluation) -> list[Any]:
-        chain = self.loss.graph.chain
-        if chain is None:
-            return []
-        raw = [ev.packed(s.values) if s.stack is None else ev.packed_stack(s.stack) for s in chain.slots]
-        if not chain.lane_prepare.eqns and len(chain.lane_prepare.outvars) == len(raw):
-            return raw
-        shared = [ev.whole(v) for v in chain.shared]
+        """The lane operands of all chains, one chain after the other."""
+        values: list[Any] = []
+        for chain, layout in zip(self.loss.graph.chains, self.chain_layouts):
+            raw = [
+                ev.packed(s.values, layout) if s.stack is None else ev.packed_stack(s.stack, layout)
+                for s in chain.slots
+            ]
+            if chain.lane_prepare.eqns or len(chain.lane_prepare.outvars) != len(raw):
+                shared = [ev.whole(v) for v in chain.shared]
 
-        def prepare(*lane):
-            return evaluate(chain.lane_prepare, [], *lane, *shared)
+                def prepare(*lane, chain=chain, shared=shared):
+                    return evaluate(chain.lane_prepare, [], *lane, *shared)
 
-        return jax.vmap(jax.vmap(prepare))(*raw)
+                raw = jax.vmap(jax.vmap(prepare))(*raw)
+            values += raw
+        return values
 
     def _results(self, after: Evaluation):
         """The step's outputs: states packed, everything else whole and flat."""
@@ -159,9 +163,9 @@ class StepProgram:
                 if lane is None:
                     arrays.append(_typed(after.whole(atoms[0]), layout.avals[members[0]]))
                 elif lane == -1:
-                    arrays.append(after.packed_stack(atoms[0]))
+                    arrays.append(after.packed_stack(atoms[0], layout.lane_layout(number)))
                 else:
-                    arrays.append(after.packed(atoms))
+                    arrays.append(after.packed(atoms, layout.lane_layout(number)))
             new_states.append(self.shardings.constrain(arrays, layout.specs))
         rest = [_typed(after.whole(a), a.aval) for n, a in enumerate(outvars) if n not in taken]
         return new_states, rest
@@ -217,17 +221,17 @@ class _LossInputs:
         """`(values, whether gradients are wanted)` of lane groups (packed), stacks (packed) and single inputs."""
         step = self.step
 
-        def group(variables) -> Any:
+        def group(variables, layout) -> Any:
             if self.loss.inputs[variables[0]].kind == "constant":
-                return step.lanes.pack([self.value(v) for v in variables])
-            return self.before.packed([self.operands[self.loss.inputs[v].index] for v in variables])
+                return layout.pack([self.value(v) for v in variables])
+            return self.before.packed([self.operands[self.loss.inputs[v].index] for v in variables], layout)
 
-        def stack(var: Var) -> Any:
+        def stack(var: Var, layout) -> Any:
             at = self.operand(var)
             return (
-                step.lanes.pack_stack(jnp.asarray(self.value(var)))
+                layout.pack_stack(jnp.asarray(self.value(var)))
                 if at is None
-                else (self.before.packed_stack(self.operands[at]))
+                else self.before.packed_stack(self.operands[at], layout)
             )
 
         def wanted(var: Var) -> bool:
@@ -235,8 +239,8 @@ class _LossInputs:
             return at is not None and at >= self.traced.num_loss_constants and is_differentiable(var.aval)
 
         values = (
-            [group(g) for g in step.lane_groups],
-            [stack(v) for v in step.stack_inputs],
+            [group(g, layout) for g, layout in step.lane_groups.items()],
+            [stack(v, layout) for v, layout in step.stack_inputs.items()],
             [self.value(v) for v in self.single],
         )
         flags = (
@@ -254,7 +258,7 @@ class _LossInputs:
         def result(var: Var) -> Var:
             return results[self.loss.inputs[var].index - first]
 
-        sources = (self.step.lane_groups, self.step.stack_inputs, self.single)
+        sources = (list(self.step.lane_groups), list(self.step.stack_inputs), self.single)
         found: dict[Any, Any] = {}
         for names, flags, values in zip(sources, wanted, gradients):
             for name, value in zip(select(flags, names), values):

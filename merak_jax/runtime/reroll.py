@@ -53,15 +53,15 @@ class RerollWarning(UserWarning):
 class Rerolled:
     """A flat jaxpr (no constants) whose inputs may be lanes (L variables, one per block) or stacks (one `[L, ...]` variable).
 
-    Lane groups and stacks are given packed, `[P, N, ...]`; results can be asked for packed or whole.
+    `lanes`, `stacks`: the groups and stacks, each with the layout in which it is given, `[P, N, ...]`; results can be asked
+    for in such a layout or whole.
     """
 
-    def __init__(self, jaxpr: Jaxpr, lanes: Sequence[tuple[Var, ...]], stacks: Sequence[Var], layout: LaneLayout):
-        self.jaxpr, self.layout = jaxpr, layout
-        self.lanes, self.stacks = [tuple(group) for group in lanes], list(stacks)
+    def __init__(self, jaxpr: Jaxpr, lanes: Mapping[tuple[Var, ...], LaneLayout], stacks: Mapping[Var, LaneLayout]):
+        self.jaxpr = jaxpr
+        self.lanes, self.stacks = dict(lanes), dict(stacks)
         self.defined = defining_equations(jaxpr.eqns)
-        self.group_of = {group: n for n, group in enumerate(self.lanes)}
-        self.lane_of_leaf = {v: (n, k) for n, group in enumerate(self.lanes) for k, v in enumerate(group)}
+        self.lane_of_leaf = {v: (group, k) for group in self.lanes for k, v in enumerate(group)}
         self.shapes = [equation_shape(e) for e in jaxpr.eqns]
         self.uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, Var))
         self.uses.update(a for a in jaxpr.outvars if isinstance(a, Var))
@@ -69,10 +69,14 @@ class Rerolled:
         self._find_stacked()
 
     def _sign(self) -> None:
-        """Number each value that depends on one lane, so that the same value of other lanes has the same number."""
+        """Number each value that depends on one lane, so that the same value of other lanes has the same number.
+
+        A signature is `(number, (layout, lane))`.
+        """
         numbers: dict[Any, int] = {}
-        self.signature: dict[Var, tuple[int, int]] = {
-            v: (numbers.setdefault(("leaf", n), len(numbers)), k) for v, (n, k) in self.lane_of_leaf.items()
+        self.signature: dict[Var, tuple[int, tuple[LaneLayout, int]]] = {
+            v: (numbers.setdefault(("leaf", group), len(numbers)), (self.lanes[group], k))
+            for v, (group, k) in self.lane_of_leaf.items()
         }
         # What depends on no lane is numbered too: each lane may have made its own copy of the same value.
         free: dict[Var, int] = {}
@@ -98,10 +102,11 @@ class Rerolled:
 
     def _find_stacked(self) -> None:
         """Which variables keep the leading `[L]` of a stack, so that they can stay packed."""
-        self.stacked = set(self.stacks)
+        self.stacked = dict(self.stacks)
         for eqn in self.jaxpr.eqns:
-            if any(a in self.stacked for a in eqn.invars if isinstance(a, Var)) and self._keeps_stack(eqn):
-                self.stacked.update(eqn.outvars)
+            layouts = {self.stacked[a] for a in eqn.invars if isinstance(a, Var) and a in self.stacked}
+            if len(layouts) == 1 and self._keeps_stack(eqn):
+                self.stacked.update(dict.fromkeys(eqn.outvars, layouts.pop()))
 
     def _keeps_stack(self, eqn: JaxprEqn) -> bool:
         name = eqn.primitive.name
@@ -139,9 +144,9 @@ class Evaluation:
     """Values of one run, computed when asked for and kept."""
 
     def __init__(self, program: Rerolled, lanes, stacks, whole):
-        self.program, self.layout = program, program.layout
+        self.program = program
         self._lane_values: dict[tuple, tuple[Any, bool]] = {
-            group: (value, True) for group, value in zip(program.lanes, lanes)
+            (group, layout): (value, True) for (group, layout), value in zip(program.lanes.items(), lanes)
         }
         self._stack_values = dict(zip(program.stacks, stacks))
         self._whole = dict(whole)
@@ -151,25 +156,25 @@ class Evaluation:
         with _deep_recursion():
             return self._full(atom)
 
-    def packed(self, atoms: Sequence[Atom]) -> Any:
+    def packed(self, atoms: Sequence[Atom], layout: LaneLayout) -> Any:
         """The values of one variable per lane, as `[P, N, ...]`."""
         with _deep_recursion():
-            return self._as_packed(*self._lane(tuple(atoms)), atoms[0])
+            return self._as_packed(*self._lane(tuple(atoms), layout), atoms[0], layout)
 
-    def packed_stack(self, atom: Atom) -> Any:
+    def packed_stack(self, atom: Atom, layout: LaneLayout) -> Any:
         """The value `[L, ...]` of one variable, as `[P, N, ...]`."""
         with _deep_recursion():
-            return self._stack(atom)
+            return self._stack(atom, layout)
 
     # One value per lane.
 
-    def _as_packed(self, value, is_lane, atom) -> Any:
+    def _as_packed(self, value, is_lane, atom, layout) -> Any:
         if is_lane:
             return value
-        shape = (self.layout.num_stages, self.layout.depth, *np.shape(value))
+        shape = (layout.num_stages, layout.depth, *np.shape(value))
         return jnp.broadcast_to(jnp.asarray(value, atom.aval.dtype) if isinstance(atom, Literal) else value, shape)
 
-    def _lane(self, atoms: tuple[Atom, ...]) -> tuple[Any, bool]:
+    def _lane(self, atoms: tuple[Atom, ...], layout: LaneLayout) -> tuple[Any, bool]:
         """`(value, whether it has the [P, N] axes)`."""
         first = atoms[0]
         if all(a is first for a in atoms):
@@ -177,14 +182,14 @@ class Evaluation:
         if all(isinstance(a, Literal) for a in atoms):
             if all(same_literal(first, a) for a in atoms):
                 return first.val, False
-            return self.layout.pack([np.asarray(a.val, first.aval.dtype) for a in atoms]), True
+            return layout.pack([np.asarray(a.val, first.aval.dtype) for a in atoms]), True
         if any(isinstance(a, Literal) for a in atoms):
-            return self._one_by_one(atoms), True
-        if atoms not in self._lane_values:
-            self._compute_lane(atoms)
-        return self._lane_values[atoms]
+            return self._one_by_one(atoms, layout), True
+        if (atoms, layout) not in self._lane_values:
+            self._compute_lane(atoms, layout)
+        return self._lane_values[atoms, layout]
 
-    def _compute_lane(self, atoms: tuple[Var, ...]) -> None:
+    def _compute_lane(self, atoms: tuple[Var, ...], layout: LaneLayout) -> None:
         program = self.program
         sources: list[Any] = [program.defined.get(a) for a in atoms]
         alike = (
@@ -194,22 +199,22 @@ class Evaluation:
             and len({s[0] for s in sources}) == len(sources)
         )
         if not alike or _draws_otherwise_in_batches(program.jaxpr.eqns[sources[0][0]]):
-            self._lane_values[atoms] = (self._one_by_one(atoms), True)
+            self._lane_values[atoms, layout] = (self._one_by_one(atoms, layout), True)
             return
         eqns = [program.jaxpr.eqns[s[0]] for s in sources]
-        operands = [self._lane(column) for column in zip(*(e.invars for e in eqns))]
+        operands = [self._lane(column, layout) for column in zip(*(e.invars for e in eqns))]
         results = _batched(eqns[0], operands)
         is_lane = any(lane for _, lane in operands)
         for outvars, value in zip(zip(*(e.outvars for e in eqns)), results):
-            self._lane_values[outvars] = (value, is_lane)
+            self._lane_values[outvars, layout] = (value, is_lane)
 
-    def _one_by_one(self, atoms) -> Any:
+    def _one_by_one(self, atoms, layout: LaneLayout) -> Any:
         warnings.warn(
             f"a value {atoms[0].aval.str_short()} of each block is computed block by block, which is slower",
             RerollWarning,
             stacklevel=2,
         )
-        return self.layout.pack([self._full(a) for a in atoms])
+        return layout.pack([self._full(a) for a in atoms])
 
     # Whole values.
 
@@ -224,10 +229,12 @@ class Evaluation:
         program = self.program
         if var in program.lane_of_leaf:
             group, lane = program.lane_of_leaf[var]
-            self._whole[var] = self.layout.unpack(self._lane_values[program.lanes[group]][0], lane)
+            layout = program.lanes[group]
+            self._whole[var] = layout.unpack(self._lane_values[group, layout][0], lane)
             return
         if var in program.stacked:
-            self._whole[var] = self.layout.unpack_stack(self._stack(var))
+            layout = program.stacked[var]
+            self._whole[var] = layout.unpack_stack(self._stack(var, layout))
             return
         eqn = program.jaxpr.eqns[program.defined[var][0]]
         name = eqn.primitive.name
@@ -235,9 +242,10 @@ class Evaluation:
             return
         folds = name in _STACK_FOLDS and _folds(name.removeprefix("reduce_"), var.aval.dtype)
         if folds and eqn.invars[0] in program.stacked:
-            packed = self._stack(eqn.invars[0])
+            layout = program.stacked[eqn.invars[0]]
+            packed = self._stack(eqn.invars[0], layout)
             axes = (0, 1, *(a + 1 for a in eqn.params["axes"] if a != 0))
-            value = _STACK_FOLDS[name](self._neutral(packed, name.removeprefix("reduce_")), axis=axes)
+            value = _STACK_FOLDS[name](self._neutral(packed, name.removeprefix("reduce_"), layout), axis=axes)
             self._whole[var] = value.astype(var.aval.dtype)
             return
         results = evaluate_equation(eqn, [self._full(a) for a in eqn.invars])
@@ -259,7 +267,7 @@ class Evaluation:
                     terms.append(a)
         if len(terms) < 3:
             return False
-        by_kind: dict[int, dict[int, list[Var]]] = {}
+        by_kind: dict[int, dict[tuple[LaneLayout, int], list[Var]]] = {}
         rest = []
         for a in terms:
             signature = program.signature.get(a) if isinstance(a, Var) else None
@@ -267,11 +275,12 @@ class Evaluation:
                 rest.append(a)
             else:
                 by_kind.setdefault(signature[0], {}).setdefault(signature[1], []).append(a)
-        lanes = range(self.layout.num_lanes)
         complete = [
             per_lane
             for per_lane in by_kind.values()
-            if set(per_lane) == set(lanes) and len({len(v) for v in per_lane.values()}) == 1
+            if len({layout for layout, _ in per_lane}) == 1
+            and len(per_lane) == next(iter(per_lane))[0].num_lanes
+            and len({len(v) for v in per_lane.values()}) == 1
         ]
         if not complete:
             return False
@@ -289,18 +298,19 @@ class Evaluation:
             value = new if value is None else _batched(eqn, [(value, False), (new, False)])[0]
 
         for per_lane in complete:
-            for column in zip(*(per_lane[k] for k in lanes)):
-                packed = self._as_packed(*self._lane(column), column[0])
-                folded = _FOLDS[name](self._neutral(packed, name), axis=(0, 1))
+            layout = next(iter(per_lane))[0]
+            for column in zip(*(per_lane[layout, k] for k in range(layout.num_lanes))):
+                packed = self._as_packed(*self._lane(column, layout), column[0], layout)
+                folded = _FOLDS[name](self._neutral(packed, name, layout), axis=(0, 1))
                 combine(folded.astype(eqn.outvars[0].aval.dtype))
         for a in rest:
             combine(self._full(a))
         self._whole[eqn.outvars[0]] = value
         return True
 
-    def _neutral(self, packed, name: str) -> Any:
+    def _neutral(self, packed, name: str, layout: LaneLayout) -> Any:
         """`packed` with the padding replaced by what does not change the fold."""
-        if self.layout.is_full:
+        if layout.is_full:
             return packed
         dtype = packed.dtype
         low, high = (
@@ -321,26 +331,26 @@ class Evaluation:
             "and": True,
             "or": False,
         }
-        return jnp.where(self.layout.mask(packed.ndim), packed, jnp.asarray(neutral[name], dtype))
+        return jnp.where(layout.mask(packed.ndim), packed, jnp.asarray(neutral[name], dtype))
 
     # Stacks `[L, ...]`, packed.
 
-    def _stack(self, atom: Atom) -> Any:
+    def _stack(self, atom: Atom, layout: LaneLayout) -> Any:
         program = self.program
-        if not isinstance(atom, Var) or atom not in program.stacked:
-            return self._spread(atom)
+        if not isinstance(atom, Var) or program.stacked.get(atom) != layout:
+            return self._spread(atom, layout)
         if atom not in self._stack_values:
             eqn = program.jaxpr.eqns[program.defined[atom][0]]
             name, params = eqn.primitive.name, eqn.params
-            lead = (self.layout.num_stages, self.layout.depth)
+            lead = (layout.num_stages, layout.depth)
             if name in _STACK_FOLDS:
                 axes = tuple(a + 1 for a in params["axes"])
-                value = _STACK_FOLDS[name](self._stack(eqn.invars[0]), axis=axes).astype(atom.aval.dtype)
+                value = _STACK_FOLDS[name](self._stack(eqn.invars[0], layout), axis=axes).astype(atom.aval.dtype)
             elif name == "broadcast_in_dim":
                 dims = (0, 1, *(d + 1 for d in params["broadcast_dimensions"][1:]))
-                value = lax.broadcast_in_dim(self._stack(eqn.invars[0]), (*lead, *params["shape"][1:]), dims)
+                value = lax.broadcast_in_dim(self._stack(eqn.invars[0], layout), (*lead, *params["shape"][1:]), dims)
             else:
-                operands = [self._full(a) if a.aval.shape == () else self._stack(a) for a in eqn.invars]
+                operands = [self._full(a) if a.aval.shape == () else self._stack(a, layout) for a in eqn.invars]
                 if any(np.shape(o) == () for o in operands) and name not in (
                     "select_n",
                     "clamp",
@@ -354,15 +364,15 @@ class Evaluation:
             self._stack_values[atom] = value
         return self._stack_values[atom]
 
-    def _spread(self, atom: Atom) -> Any:
+    def _spread(self, atom: Atom, layout: LaneLayout) -> Any:
         """A value that is not made from a stack, packed; a spread scalar stays a scalar until it is needed."""
         source = self.program.defined.get(atom) if isinstance(atom, Var) else None
         if source is not None:
             eqn = self.program.jaxpr.eqns[source[0]]
             if eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape == ():
-                shape = (self.layout.num_stages, self.layout.depth, *atom.aval.shape[1:])
+                shape = (layout.num_stages, layout.depth, *atom.aval.shape[1:])
                 return jnp.broadcast_to(jnp.asarray(self._full(eqn.invars[0]), atom.aval.dtype), shape)
-        return self.layout.pack_stack(self._full(atom))
+        return layout.pack_stack(self._full(atom))
 
 
 def _batched(eqn: JaxprEqn, operands: Sequence[tuple[Any, bool]]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,11 @@ from jax.extend.core import Jaxpr, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from merak_jax.partition.blocks import BlockGraph
+from merak_jax.partition.chains import Chain
+from merak_jax.partition.lanes import LaneLayout
 from merak_jax.partition.tensor import TensorLayout, tensor_layout, vocabulary_split
 from merak_jax.runtime.groups import StateGroups, stack_leaves
+from merak_jax.runtime.reroll import lane_leaves
 from merak_jax.tracing.inline import make_jaxpr
 from merak_jax.tracing.jaxprs import defining_equations
 
@@ -23,7 +26,8 @@ P = PartitionSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shardings:
-    """Specs: of the block's lane operands and of its raw slots `[P, N, ...]`, of each stored group, stack and whole leaf."""
+    """Specs: of the blocks' lane operands and of their raw slots `[P, N, ...]`, chain after chain, of each stored group, stack
+    and whole leaf."""
 
     mesh: Mesh
     graph: BlockGraph
@@ -31,7 +35,7 @@ class Shardings:
     slot_specs: tuple[PartitionSpec, ...]
     stored: dict[Any, PartitionSpec]
     stacks: frozenset[Var]
-    tensor: TensorLayout | None
+    tensor: tuple[TensorLayout, ...]
 
     def __getitem__(self, key: Any) -> PartitionSpec:
         return self.stored[key]
@@ -62,19 +66,11 @@ class Shardings:
     def shared(self, variables: Sequence[Var]) -> tuple[PartitionSpec, ...]:
         """Specs of shared values: tables that prologue or epilogue look up or multiply are split, all else is whole."""
         specs = {v: table_spec(v.aval.shape, d, self.mesh) for v, d in tables(self.graph).items()}
-        chain = self.graph.chain
-        if chain is not None and self.mesh.shape["pipe"] == 1:
-            specs.update(
-                (v, P(*spec[2:]))
-                for slot, spec in zip(chain.slots, self.slot_specs)
-                for v in slot.values
-                if isinstance(v, Var)
-            )
-            specs.update(
-                (slot.stack, P(None, *spec[2:]))
-                for slot, spec in zip(chain.slots, self.slot_specs)
-                if slot.stack is not None
-            )
+        if self.mesh.shape["pipe"] == 1:
+            for slot, spec in zip((s for c in self.graph.chains for s in c.slots), self.slot_specs):
+                specs.update((v, P(*spec[2:])) for v in slot.values if isinstance(v, Var))
+                if slot.stack is not None:
+                    specs[slot.stack] = P(None, *spec[2:])
         return tuple(specs.get(v, P()) for v in variables)
 
 
@@ -108,7 +104,7 @@ def whole_spec(shape: Sequence[int], mesh: Mesh, dimension: int | None = None) -
 
 def tables(graph: BlockGraph) -> dict[Var, int]:
     """The vocabulary dimension of each shared value that prologue and epilogue only look up, or multiply, along one dimension."""
-    block_shared = set(graph.chain.shared) if graph.chain is not None else set()
+    block_shared = set(graph.chain_shared)
     found: dict[Var, set[int | None]] = {}
     for program in (graph.prologue, graph.epilogue, graph.side):
         turned: dict[Var, tuple[Var, tuple[int, ...]]] = {}
@@ -162,27 +158,33 @@ def _leaf_dimensions(graph: BlockGraph) -> dict[Var, int]:
 def choose_shardings(
     graph: BlockGraph,
     mesh: Mesh,
-    lane_groups: Sequence[tuple[Var, ...]],
-    stack_inputs: Sequence[Var],
+    lane_groups: Mapping[tuple[Var, ...], LaneLayout],
+    stack_inputs: Mapping[Var, LaneLayout],
     groups: StateGroups,
     outer: Callable[[Var], Any],
     whole_leaves: Sequence[Var],
 ) -> Shardings:
     """Column and row splits for what the blocks read, splits over pipe and tensor for tables, copies for the rest."""
     tensor = mesh.shape["tensor"]
-    chain = graph.chain
-    layout = None
-    lane_operands: tuple[PartitionSpec, ...] = ()
+    layouts: list[TensorLayout] = []
+    lane_operands: list[PartitionSpec] = []
+    slot_specs: list[PartitionSpec] = []
     leaf_split: dict[Any, int | None] = {}
-    if chain is not None:
+    for chain in graph.chains:
         operands = chain.lane_prepare.outvars
         positions = list(range(chain.num_carry, chain.num_carry + len(operands)))
         splits: Sequence[int | None] = [None] * len(operands)
-        if tensor > 1:
-            layout = tensor_layout(chain.body, positions, tensor, carry_invars=range(chain.num_carry))
-            splits = layout.splits
-            leaf_split = _leaf_splits(graph, lane_groups, stack_inputs, tensor)
-        lane_operands = tuple(_lane_spec(len(v.aval.shape), s) for v, s in zip(operands, splits))
+        if tensor > 1 and operands:
+            layouts.append(tensor_layout(chain.body, positions, tensor, carry_invars=range(chain.num_carry)))
+            splits = layouts[-1].splits
+            leaf_split.update(_leaf_splits(graph, chain, lane_groups, stack_inputs, tensor))
+        specs = [_lane_spec(len(v.aval.shape), s) for v, s in zip(operands, splits)]
+        by_operand = dict(zip(operands, specs))
+        lane_operands += specs
+        slot_specs += [
+            by_operand.get(v, _lane_spec(len(v.aval.shape), None))
+            for v in chain.lane_prepare.invars[: len(chain.slots)]
+        ]
     stored: dict[Any, PartitionSpec] = {}
     by_outer = {
         (tuple(outer(v) for v in source) if isinstance(source, tuple) else outer(source)): split
@@ -202,28 +204,26 @@ def choose_shardings(
             if not jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended)
             else P()
         )
-    slot_specs: tuple[PartitionSpec, ...] = ()
-    if chain is not None:
-        slots = chain.lane_prepare.invars[: len(chain.slots)]
-        by_operand = dict(zip(chain.lane_prepare.outvars, lane_operands))
-        slot_specs = tuple(by_operand.get(v, _lane_spec(len(v.aval.shape), None)) for v in slots)
-    return Shardings(mesh, graph, lane_operands, slot_specs, stored, frozenset(groups.stacks), layout)
+    return Shardings(
+        mesh, graph, tuple(lane_operands), tuple(slot_specs), stored, frozenset(groups.stacks), tuple(layouts)
+    )
 
 
 def _lane_spec(ndim: int, split: int | None) -> PartitionSpec:
     return P("pipe", None, *("tensor" if d == split else None for d in range(ndim)))
 
 
-def _leaf_splits(graph: BlockGraph, lane_groups, stack_inputs, tensor: int) -> dict[Any, int | None]:
+def _leaf_splits(graph: BlockGraph, chain: Chain, lane_groups, stack_inputs, tensor: int) -> dict[Any, int | None]:
     """The split of each parameter of a block, found on the block together with what prepares its operands."""
-    chain = graph.blocks
-    if stack_inputs and not lane_groups:
+    if all(s.stack is not None for s in chain.slots):
         lane_vars = list(chain.lane_prepare.invars[: len(chain.slots)])
         eqns = [*chain.lane_prepare.eqns, *chain.body.eqns]
-        keys = [_stack_source(graph, s.stack, stack_inputs) for s in chain.slots]
+        keys = [_stack_source(graph, chain, s.stack, stack_inputs) for s in chain.slots]
         leaves = [(key, var) for key, var in zip(keys, lane_vars) if key is not None]
         inputs = lane_vars
     else:
+        own = lane_leaves(graph.program, [s.values for s in chain.slots])
+        lane_groups = [g for g in own if g in lane_groups]
         rename = dict(zip(chain.body.invars[chain.num_carry :], (s.values[0] for s in chain.slots)))
         body = [
             e.replace(invars=[rename.get(a, a) if isinstance(a, Var) else a for a in e.invars]) for e in chain.body.eqns
@@ -237,9 +237,9 @@ def _leaf_splits(graph: BlockGraph, lane_groups, stack_inputs, tensor: int) -> d
     return {key: split for (key, _), split in zip(leaves, layout.splits)}
 
 
-def _stack_source(graph: BlockGraph, stack: Any, stack_inputs: Sequence[Var]):
-    made_of = stack_leaves(graph.program, [stack], graph.blocks.length)
-    return made_of[0] if made_of and made_of[0] in set(stack_inputs) else None
+def _stack_source(graph: BlockGraph, chain: Chain, stack: Any, stack_inputs):
+    made_of = stack_leaves(graph.program, [stack], chain.length)
+    return made_of[0] if made_of and made_of[0] in stack_inputs else None
 
 
 def _ancestors(program: Jaxpr, wanted: Sequence[Var], stop: set[Var]) -> list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,70 +27,120 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """The blocks of a stage. `lane_gradient`, `shared_gradient`: which operands of `chain.body` gradients are wanted for."""
+    """The blocks of a stage: of each chain some, one chain after the other.
 
-    chain: Chain
-    lane_gradient: tuple[bool, ...]
+    `lane_gradient`: per chain, which lane operands of its body gradients are wanted for. `shared`, `side`: the variables of the
+    shared values and of the rows that are given; `shared_gradient`: which of the shared ones gradients are wanted for.
+    `constrain_lanes(sums, chain)` keeps accumulators of lane gradients where they belong.
+    """
+
+    chains: tuple[Chain, ...]
+    lane_gradient: tuple[tuple[bool, ...], ...]
+    shared: tuple[Any, ...]
     shared_gradient: tuple[bool, ...]
-    constrain_lanes: Callable[[Sequence[Any]], list[Any]]
+    side: tuple[Any, ...]
+    constrain_lanes: Callable[[Sequence[Any], int], list[Any]]
 
-    @property
+    @functools.cached_property
     def carry_float(self) -> tuple[bool, ...]:
-        return tuple(is_differentiable(aval) for aval in self.chain.carry_avals)
+        return tuple(is_differentiable(aval) for aval in self.chains[0].carry_avals)
 
-    def block(self, carry, lanes, shared, rows) -> list[Any]:
-        """One block: the next carry."""
-        return evaluate(self.chain.body, [], *carry, *lanes, *shared, *rows)
+    @functools.cached_property
+    def carry_constant(self) -> tuple[bool, ...]:
+        """Which values of the carry no block changes: they are stashed once, not per block."""
+        return tuple(all(column) for column in zip(*(c.unchanged for c in self.chains)))
 
-    def forward(self, carry, lanes, shared, rows, stash, slot, count):
-        """Run `count` blocks from `carry`; `(last carry, stash with each block's input at [slot, block])`.
+    def _given(self, chain: Chain, shared, side) -> tuple[list[Any], list[Any]]:
+        """What the blocks of a chain read, of all that is given."""
+        by_shared, by_side = dict(zip(self.shared, shared)), dict(zip(self.side, side))
+        return [by_shared[v] for v in chain.shared], [by_side[v] for v in chain.rows]
 
-        `lanes`: `[N, ...]` each; `stash`: one `[slots, N, ...]` per carry value. `count` may differ per stage, also be 0.
+    def forward(self, carry, lanes, shared, side, stash, slot, counts):
+        """Run `counts[c]` blocks of each chain c from `carry`; `(last carry, stash with each block's input)`.
+
+        `lanes`: per chain `[N, ...]` each; `stash`: per carry value `[slots, N, ...]`, or `[slots, ...]` where it is constant.
+        Counts may differ per stage, also be 0.
         """
+        carry, stash = list(carry), list(stash)
+        stash = [put(s, c, slot) if same else s for s, c, same in zip(stash, carry, self.carry_constant)]
+        start: Any = 0
+        for number, chain in enumerate(self.chains):
+            own_shared, rows = self._given(chain, shared, side)
 
-        def body(i, state):
-            carry, stash = state
-            stash = [put(s, c, slot, i) for s, c in zip(stash, carry)]
-            return self.block(carry, [take(lane, i) for lane in lanes], shared, rows), stash
+            def body(i, state, chain=chain, number=number, start=start, own_shared=own_shared, rows=rows):
+                carry, stash = state
+                changing = [put(s, c, slot, start + i) for s, c in zip(stash, self._changing(carry))]
+                return evaluate(
+                    chain.body, [], *carry, *(take(x, i) for x in lanes[number]), *own_shared, *rows
+                ), changing
 
-        return lax.fori_loop(0, count, body, (list(carry), list(stash)))
+            changing = self._changing(stash)
+            carry, changing = lax.fori_loop(0, counts[number], body, (carry, changing))
+            stash = merge([not same for same in self.carry_constant], changing, stash)
+            start = start + counts[number]
+        return carry, stash
 
-    def backward(self, cotangent, lanes, shared, rows, stash, slot, count, lane_sums, shared_sums):
-        """Pull `cotangent` (of the float carry values) back through `count` blocks, the last first.
+    def _changing(self, values) -> list[Any]:
+        return select([not same for same in self.carry_constant], values)
+
+    def backward(self, cotangent, lanes, shared, side, stash, slot, counts, lane_sums, shared_sums):
+        """Pull `cotangent` (of the float carry values) back through the stage's blocks, the last first.
 
         Returns `(cotangent of the first block's carry, lane_sums, shared_sums)`, sums with this microbatch's gradients added.
         """
+        cotangent, lane_sums, sums = list(cotangent), list(lane_sums), dict(zip(self._wanted_shared, shared_sums))
+        constant = [take(s, slot) for s in select(self.carry_constant, stash)]
+        changing = self._changing(stash)
+        start = sum(counts[number] for number in range(len(self.chains)))
+        for number in reversed(range(len(self.chains))):
+            chain, count = self.chains[number], counts[number]
+            start = start - count
+            own_shared, rows = self._given(chain, shared, side)
+            names = [v for v in chain.shared if v in sums]
 
-        def body(step, state):
-            cotangent, lane_sums, shared_sums = state
-            i = count - 1 - step
-            carry = [take(s, slot, i) for s in stash]
-            lane = [take(x, i) for x in lanes]
-            d_carry, d_lanes, d_shared = self.pull_back(carry, lane, shared, rows, cotangent)
-            lane_sums = self.constrain_lanes(
-                [put(a, take(a, i) + g.astype(a.dtype), i) for a, g in zip(lane_sums, d_lanes)]
-            )
-            shared_sums = [a + g.astype(a.dtype) for a, g in zip(shared_sums, d_shared)]
-            return d_carry, lane_sums, shared_sums
+            def body(
+                step, state, chain=chain, number=number, count=count, start=start, own_shared=own_shared, rows=rows
+            ):
+                cotangent, lane_sums, shared_sums = state
+                i = count - 1 - step
+                carry = merge(self.carry_constant, constant, [None] * len(stash))
+                carry = merge(
+                    [not same for same in self.carry_constant], [take(s, slot, start + i) for s in changing], carry
+                )
+                lane = [take(x, i) for x in lanes[number]]
+                d_carry, d_lanes, d_shared = self.pull_back(number, carry, lane, own_shared, rows, cotangent)
+                lane_sums = self.constrain_lanes(
+                    [put(a, take(a, i) + g.astype(a.dtype), i) for a, g in zip(lane_sums, d_lanes)], number
+                )
+                return d_carry, lane_sums, [a + g.astype(a.dtype) for a, g in zip(shared_sums, d_shared)]
 
-        return lax.fori_loop(0, count, body, (list(cotangent), list(lane_sums), list(shared_sums)))
+            state = (cotangent, list(lane_sums[number]), [sums[v] for v in names])
+            cotangent, lane_sums[number], own = lax.fori_loop(0, count, body, state)
+            sums.update(zip(names, own))
+        return cotangent, lane_sums, list(sums.values())
 
-    def pull_back(self, carry, lane, shared, rows, cotangent):
-        """Recompute one block and pull `cotangent` back: gradients of the float carry, wanted lanes and wanted shared."""
-        floats = self.carry_float
+    @functools.cached_property
+    def _wanted_shared(self) -> list[Any]:
+        return select(self.shared_gradient, self.shared)
+
+    def pull_back(self, number: int, carry, lane, shared, rows, cotangent):
+        """Recompute one block of a chain and pull `cotangent` back: gradients of float carry, wanted lanes, wanted shared."""
+        floats, chain, lane_gradient = self.carry_float, self.chains[number], self.lane_gradient[number]
+        wanted = set(self._wanted_shared)
+        shared_gradient = [v in wanted for v in chain.shared]
 
         def block(carry_part, lane_part, shared_part):
-            out = self.block(
-                merge(floats, carry_part, carry),
-                merge(self.lane_gradient, lane_part, lane),
-                merge(self.shared_gradient, shared_part, shared),
-                rows,
+            out = evaluate(
+                chain.body,
+                [],
+                *merge(floats, carry_part, carry),
+                *merge(lane_gradient, lane_part, lane),
+                *merge(shared_gradient, shared_part, shared),
+                *rows,
             )
             return select(floats, out)
 
-        _, pull = jax.vjp(
-            block, select(floats, carry), select(self.lane_gradient, lane), select(self.shared_gradient, shared)
-        )
+        _, pull = jax.vjp(block, select(floats, carry), select(lane_gradient, lane), select(shared_gradient, shared))
         return pull(list(cotangent))
 
 

@@ -26,14 +26,17 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """How one argument of the train step is stored: a place per leaf, a sharding per stored array."""
+    """How one argument of the train step is stored: a place per leaf, a sharding and a lane layout per stored array.
+
+    `lanes`: None for an array that holds one leaf, whole.
+    """
 
     tree: Any
     paths: tuple[str, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
     places: tuple[Place, ...]
     specs: tuple[PartitionSpec, ...]
-    lanes: LaneLayout
+    lanes: tuple[LaneLayout | None, ...]
     mesh: Mesh
 
     def __hash__(self) -> int:
@@ -58,6 +61,12 @@ class StateLayout:
         """The leaves stored in one array, in lane order."""
         return [i for i, place in enumerate(self.places) if place.array == array]
 
+    def lane_layout(self, array: int) -> LaneLayout:
+        """The layout of an array that holds lanes."""
+        layout = self.lanes[array]
+        assert layout is not None
+        return layout
+
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
         """The stored arrays made from whole leaves (traced or not)."""
         arrays = []
@@ -67,10 +76,10 @@ class StateLayout:
             if lane is None:
                 arrays.append(leaves[members[0]])
             elif lane == -1:
-                arrays.append(self.lanes.pack_stack(leaves[members[0]]))
+                arrays.append(self.lane_layout(number).pack_stack(leaves[members[0]]))
             else:
                 members.sort(key=lambda i: self.places[i].lane or 0)
-                arrays.append(self.lanes.pack([leaves[i] for i in members]))
+                arrays.append(self.lane_layout(number).pack([leaves[i] for i in members]))
         return arrays
 
     def unpack_leaf(self, arrays: Sequence[Any], leaf: int) -> Any:
@@ -79,8 +88,8 @@ class StateLayout:
         if place.lane is None:
             return arrays[place.array]
         if place.lane == -1:
-            return self.lanes.unpack_stack(arrays[place.array])
-        return self.lanes.unpack(arrays[place.array], place.lane)
+            return self.lane_layout(place.array).unpack_stack(arrays[place.array])
+        return self.lane_layout(place.array).unpack(arrays[place.array], place.lane)
 
     def shard(self, tree: Any) -> PackedState:
         """Place the user's tree on the mesh; every array is a fresh buffer, so that donating it cannot touch the user's."""
@@ -112,7 +121,8 @@ class StateLayout:
             else:
                 members.sort(key=lambda i: self.places[i].lane or 0)
                 host = [_on_default(leaves[i]) for i in members]
-                packed = self.lanes.pack_stack(host[0]) if self.places[members[0]].lane == -1 else self.lanes.pack(host)
+                lanes, lane = self.lane_layout(number), self.places[members[0]].lane
+                packed = lanes.pack_stack(host[0]) if lane == -1 else lanes.pack(host)
                 arrays[number] = jax.device_put(packed, sharding)
         # device_put may share memory with the user's arrays, and two leaves may be one array.
         return PackedState(self, _copy(arrays, tuple(shardings)))

@@ -25,9 +25,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, eager: bool = False) 
     name = "eager_1f1b" if eager else "1f1b"
     require_counts(name, num_stages, num_microbatches)
     per_later_stage = 2 if eager else 1
-    orders = tuple(
-        _order(per_later_stage * (num_stages - 1 - stage), num_microbatches) for stage in range(num_stages)
-    )
+    orders = tuple(_order(per_later_stage * (num_stages - 1 - stage), num_microbatches) for stage in range(num_stages))
     return Schedule(name, num_stages, num_microbatches, 1, orders)
 
 
@@ -37,7 +35,5 @@ def _order(warm_up: int, num_microbatches: int) -> tuple[Task, ...]:
     order = [Task(TaskKind.F, microbatch) for microbatch in range(warm_up)]
     for microbatch in range(warm_up, num_microbatches):
         order += [Task(TaskKind.F, microbatch), Task(TaskKind.B, microbatch - warm_up)]
-    order += [
-        Task(TaskKind.B, microbatch) for microbatch in range(num_microbatches - warm_up, num_microbatches)
-    ]
+    order += [Task(TaskKind.B, microbatch) for microbatch in range(num_microbatches - warm_up, num_microbatches)]
     return tuple(order)

@@ -135,9 +135,7 @@ def _free_running(schedule: Schedule, costs: dict[TaskKind, float]) -> Timeline:
     if waiting:
         raise ScheduleError(f"schedule {schedule.name!r}: stages wait for each other, " + ", ".join(waiting))
     intervals.sort(key=lambda interval: (interval.stage, interval.start))
-    return Timeline(
-        schedule.name, schedule.num_stages, schedule.num_microbatches, max(free), tuple(intervals)
-    )
+    return Timeline(schedule.name, schedule.num_stages, schedule.num_microbatches, max(free), tuple(intervals))
 
 
 def _needs(schedule: Schedule, stage: int, task: Task) -> list[tuple[int, Task]]:

@@ -29,9 +29,7 @@ def check(table: TickTable) -> None:
 def _check_shapes(table: TickTable) -> None:
     shape = (table.num_ticks, table.num_stages)
     per_stage = {name: table.num_microbatches for name in ("forward", "backward")}
-    per_stage |= {
-        name: table.num_stash_slots for name in ("forward_slot", "backward_slot", "receive_forward_slot")
-    }
+    per_stage |= {name: table.num_stash_slots for name in ("forward_slot", "backward_slot", "receive_forward_slot")}
     per_stage |= {name: table.num_cotangent_slots for name in ("cotangent_slot", "receive_backward_slot")}
     per_tick = {"epilogue": table.num_microbatches, "epilogue_slot": table.num_cotangent_slots}
     for name, size in (per_stage | per_tick).items():
@@ -41,9 +39,7 @@ def _check_shapes(table: TickTable) -> None:
         outside = np.argwhere((values < NONE) | (values >= size))
         if outside.size:
             where = tuple(outside[0].tolist())
-            raise ScheduleError(
-                f"{table.name}: {name}{list(where)} is {values[where]}, outside -1 to {size - 1}"
-            )
+            raise ScheduleError(f"{table.name}: {name}{list(where)} is {values[where]}, outside -1 to {size - 1}")
 
 
 def _check_pairs(table: TickTable) -> None:
@@ -66,9 +62,7 @@ def _check_pairs(table: TickTable) -> None:
 def _check_counts(table: TickTable) -> None:
     for stage in range(table.num_stages):
         for kind, values in (("F", table.forward), ("B", table.backward)):
-            found = np.bincount(
-                values[:, stage][values[:, stage] != NONE], minlength=table.num_microbatches
-            ).tolist()
+            found = np.bincount(values[:, stage][values[:, stage] != NONE], minlength=table.num_microbatches).tolist()
             for microbatch, count in enumerate(found):
                 if count != 1:
                     raise ScheduleError(
@@ -130,8 +124,7 @@ class _Buffer:
         if self.held.get(slot) != microbatch:
             holds = f"microbatch {self.held[slot]}" if slot in self.held else "nothing"
             raise ScheduleError(
-                f"{where} reads {self.what} slot {slot}, which holds {holds}; "
-                f"it must hold microbatch {microbatch}"
+                f"{where} reads {self.what} slot {slot}, which holds {holds}; it must hold microbatch {microbatch}"
             )
 
 

@@ -87,9 +87,7 @@ class TickTable:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The maximal runs of ticks with the same kinds of work on any stage, in order."""
-        kinds = np.stack(
-            [(self.forward != NONE).any(1), self.epilogue != NONE, (self.backward != NONE).any(1)], axis=1
-        )
+        kinds = np.stack([(self.forward != NONE).any(1), self.epilogue != NONE, (self.backward != NONE).any(1)], axis=1)
         changes = np.flatnonzero((kinds[1:] != kinds[:-1]).any(1)) + 1
         starts = [0, *changes.tolist()]
         stops = [*changes.tolist(), self.num_ticks]
@@ -109,9 +107,7 @@ class TickTable:
           forward: one F of one stage.
           backward: one B of one stage, with the recompute it contains.
         """
-        return sum(
-            phase.num_ticks * (forward * phase.forward + backward * phase.backward) for phase in self.phases
-        )
+        return sum(phase.num_ticks * (forward * phase.forward + backward * phase.backward) for phase in self.phases)
 
     def bubble_share(self, forward: float, backward: float) -> float:
         """The share of the makespan, 0 to 1, in which a stage idles."""
@@ -119,9 +115,7 @@ class TickTable:
 
     def __str__(self) -> str:
         """One row per tick; `F3@1` is F of microbatch 3 with stash slot 1, `B0@2,0` adds the inbox slot."""
-        kinds = {
-            tick: str(phase).split()[0] for phase in self.phases for tick in range(phase.start, phase.stop)
-        }
+        kinds = {tick: str(phase).split()[0] for phase in self.phases for tick in range(phase.start, phase.stop)}
         head = ["tick", "phase", *(f"s{stage}" for stage in range(self.num_stages)), "epilogue"]
         rows = [[str(tick), kinds[tick], *self._cells(tick)] for tick in range(self.num_ticks)]
         widths = [max(map(len, column)) for column in zip(head, *rows)]

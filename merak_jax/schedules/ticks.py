@@ -39,9 +39,7 @@ def lower(schedule: Schedule, form: str = "merged") -> TickTable:
         raise ScheduleError(f"schedule {schedule.name!r} cannot be lowered to form {form!r}; known: 'merged'")
     _require_merged_tasks(schedule)
     layouts = [_allocate(schedule, _place(schedule, share_ticks=share)) for share in (True, False)]
-    return min(
-        layouts, key=lambda table: (table.makespan(**_NOMINAL_COSTS), len(table.phases), table.num_ticks)
-    )
+    return min(layouts, key=lambda table: (table.makespan(**_NOMINAL_COSTS), len(table.phases), table.num_ticks))
 
 
 def _require_merged_tasks(schedule: Schedule) -> None:
@@ -61,8 +59,7 @@ def _require_merged_tasks(schedule: Schedule) -> None:
                         )
             elif found:
                 raise ScheduleError(
-                    f"schedule {schedule.name!r}, stage {stage}: merged ticks run F and B only, "
-                    f"not {kind}{found[0]}"
+                    f"schedule {schedule.name!r}, stage {stage}: merged ticks run F and B only, not {kind}{found[0]}"
                 )
 
 
@@ -158,9 +155,7 @@ def _allocate(schedule: Schedule, ticks: _Ticks) -> TickTable:
     inboxes = [_Slots() for _ in range(num_stages)]
     for tick in range(num_ticks):
         for stage, microbatch in _tasks(forward[tick]):
-            forward_slot[tick, stage] = (
-                stashes[0].take(microbatch) if stage == 0 else stashes[stage].of[microbatch]
-            )
+            forward_slot[tick, stage] = stashes[0].take(microbatch) if stage == 0 else stashes[stage].of[microbatch]
             if stage == last:
                 epilogue[tick] = microbatch
                 epilogue_slot[tick] = inboxes[last].take(microbatch)

@@ -103,11 +103,7 @@ def _without_calls(jaxpr: Jaxpr) -> Jaxpr:
 
         for eqn in inner.eqns:
             operands = [read(a) for a in eqn.invars]
-            called = (
-                eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
-                if eqn.primitive.name in _CALLS
-                else None
-            )
+            called = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr")) if eqn.primitive.name in _CALLS else None
             if called is not None and not (isinstance(called, ClosedJaxpr) and called.consts):
                 results = emit(open_jaxpr(called), dict(zip(open_jaxpr(called).invars, operands)))
             else:
@@ -178,7 +174,5 @@ def _only_equation(function, call: ClosedJaxpr) -> JaxprEqn:
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.in_avals]
     eqns = jax.make_jaxpr(function)(*shapes).jaxpr.eqns
     if len(eqns) != 1 or len(eqns[0].invars) != len(call.in_avals):
-        raise NotSeparableError(
-            "a function with a custom derivative that closes over traced values can't be resized"
-        )
+        raise NotSeparableError("a function with a custom derivative that closes over traced values can't be resized")
     return eqns[0]

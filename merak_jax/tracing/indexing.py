@@ -24,10 +24,7 @@ from merak_jax.tracing.separability import (
 @linear_in_first
 def _dynamic_slice(op):
     rows = op.status[0]
-    if (
-        not is_rows(rows)
-        or op.full.params["slice_sizes"][rows.axis] != op.full.invars[0].aval.shape[rows.axis]
-    ):
+    if not is_rows(rows) or op.full.params["slice_sizes"][rows.axis] != op.full.invars[0].aval.shape[rows.axis]:
         op.fail("some rows of the batch are picked by a dynamic slice")
     return rows
 
@@ -40,10 +37,7 @@ def _dynamic_update_slice(op):
     rows, update = op.status[0], op.status[1]
     sizes = [op.full.invars[i].aval.shape for i in (0, 1)]
     if not (
-        is_rows(rows)
-        and is_rows(update)
-        and rows.axis == update.axis
-        and sizes[0][rows.axis] == sizes[1][rows.axis]
+        is_rows(rows) and is_rows(update) and rows.axis == update.axis and sizes[0][rows.axis] == sizes[1][rows.axis]
     ):
         op.fail("some rows of the batch are overwritten")
     return same_rows(op, rows, update)
@@ -53,9 +47,7 @@ def _dynamic_update_slice(op):
 def _gather(op):
     filled = op.params["mode"] == GatherScatterMode.FILL_OR_DROP and op.params["fill_value"] is not None
     if isinstance(op.status[0], Partial) and filled and np.nan_to_num(op.params["fill_value"]) != 0:
-        op.fail(
-            "out-of-range picks from a sum over the batch give a value that would count in every microbatch"
-        )
+        op.fail("out-of-range picks from a sum over the batch give a value that would count in every microbatch")
     return _picked(op)
 
 
@@ -115,10 +107,7 @@ def _scatter(op):
         fixed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
         kept = [d for d in range(op.ndim(0)) if d not in fixed]
         sizes = [op.full.invars[i].aval.shape for i in (0, 2)]
-        if (
-            updates.axis == numbers.update_window_dims[kept.index(axis)]
-            and sizes[0][axis] == sizes[1][updates.axis]
-        ):
+        if updates.axis == numbers.update_window_dims[kept.index(axis)] and sizes[0][axis] == sizes[1][updates.axis]:
             return rows
     return op.fail("rows of the batch are written by index")
 

@@ -69,14 +69,8 @@ def merge(full: Jaxpr, micro: Jaxpr, *, exact_literals: bool = False) -> Jaxpr:
         def where(b: JaxprEqn = b) -> str:
             return f", at {_compat.source_line(b)}"
 
-        if (
-            a.primitive is not b.primitive
-            or len(a.invars) != len(b.invars)
-            or len(a.outvars) != len(b.outvars)
-        ):
-            raise NotSeparableError(
-                _different(f"`{a.primitive}` in one, `{b.primitive}` in the other{where()}")
-            )
+        if a.primitive is not b.primitive or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
+            raise NotSeparableError(_different(f"`{a.primitive}` in one, `{b.primitive}` in the other{where()}"))
         invars = [merge_atom(x, y, where) for x, y in zip(a.invars, b.invars)]
         params = _merge_params(a, b, where, exact_literals)
         micro_of.update(zip(a.outvars, b.outvars))

@@ -95,9 +95,7 @@ def microbatch(
         single rows; the message has the user's source line and the ways out.
     """
     if len(statuses) != len(micro.jaxpr.invars) or len(domains) != len(statuses):
-        raise ValueError(
-            f"{len(micro.jaxpr.invars)} inputs, {len(statuses)} statuses, {len(domains)} domains"
-        )
+        raise ValueError(f"{len(micro.jaxpr.invars)} inputs, {len(statuses)} statuses, {len(domains)} domains")
     rows_traced = rows_micro if rows_traced is None else rows_traced
     if rows_full == rows_micro:
         return _undivided(micro, domains)
@@ -160,9 +158,7 @@ class _Split:
         for a, b in zip(full.outvars, micro.outvars):
             self._precompute(a, b, operands, reason)
 
-    def _precompute(
-        self, full: Var, micro: Var, operands: Iterable[Status | None], reason: NotSeparableError
-    ) -> None:
+    def _precompute(self, full: Var, micro: Var, operands: Iterable[Status | None], reason: NotSeparableError) -> None:
         """Let the pipeline have a value of the full batch: whole, or its rows if they lie along one axis."""
         axes = differing_axes(full.aval, micro.aval)
         status: Status = Shared()
@@ -193,14 +189,10 @@ class _Split:
             walker.read(atom)
         candidates = [e for e in walker.eqns if not any(v in self.full_of for v in e.outvars)]
         kept = [e for e, live in zip(candidates, _live(candidates, outvars)) if live]
-        used = {a for e in kept for a in e.invars if isinstance(a, Var)} | {
-            a for a in outvars if isinstance(a, Var)
-        }
+        used = {a for e in kept for a in e.invars if isinstance(a, Var)} | {a for a in outvars if isinstance(a, Var)}
         precomputed = [v for v in self.full_of if v in used]
         constants = [
-            (v, c)
-            for v, c in zip(self.micro.constvars, self.full.consts)
-            if v in used and v not in self.full_of
+            (v, c) for v, c in zip(self.micro.constvars, self.full.consts) if v in used and v not in self.full_of
         ]
         invars = [*self.micro.invars, *precomputed, walker.numbers]
         walker.status[walker.numbers] = Batched(0)

@@ -21,9 +21,7 @@ def join(op, a: Status, b: Status) -> Status:
         return Partial()
     if is_rows(a) and is_rows(b) and a.axis == b.axis and Uniform in (type(a), type(b)):
         return a if isinstance(a, Batched) else b
-    return op.fail(
-        f"a value of `{op.name}` depends on the batch in one way in one place and in another way elsewhere"
-    )
+    return op.fail(f"a value of `{op.name}` depends on the batch in one way in one place and in another way elsewhere")
 
 
 def _sums(statuses: Sequence[Status]) -> list[bool]:
@@ -156,14 +154,10 @@ def _rules(op, extract):
     except MerakError:
         raise
     except Exception as error:
-        return op.fail(
-            f"the derivative rule of a `{op.name}` can't be traced alone ({type(error).__name__}: {error})"
-        )
+        return op.fail(f"the derivative rule of a `{op.name}` can't be traced alone ({type(error).__name__}: {error})")
 
 
-def _walk_derivative(
-    op, full: ClosedJaxpr, micro: ClosedJaxpr, statuses, sums: Sequence[bool] = ()
-) -> list[Status]:
+def _walk_derivative(op, full: ClosedJaxpr, micro: ClosedJaxpr, statuses, sums: Sequence[bool] = ()) -> list[Status]:
     place = op.walker.place(op.full)
     try:
         merged = merge(full.jaxpr, micro.jaxpr, exact_literals=True)

@@ -71,9 +71,7 @@ def row_counters(numbers: Any, shape: Sequence[int], axis: int, outer: int, rows
     full = [size if d == axis else n for d, n in enumerate(shape)]
     total = (jnp.zeros(shape, jnp.uint32),) * 2
     for d in range(len(shape)):
-        index = (
-            lax.broadcast_in_dim(at, shape, (axis,)) if d == axis else lax.broadcasted_iota(jnp.uint32, shape, d)
-        )
+        index = lax.broadcast_in_dim(at, shape, (axis,)) if d == axis else lax.broadcasted_iota(jnp.uint32, shape, d)
         total = _plus(total, _times(index, math.prod(full[d + 1 :])))
     return total
 

@@ -292,7 +292,9 @@ class Equation:
     def draw(self, primitive: Any, **params: Any) -> None:
         """Replace a random draw by `primitive(key, row numbers)`."""
         if not self.walker.may_gate:
-            self.fail("random numbers are drawn along the batch inside a function with a custom derivative: draw them outside")
+            self.fail(
+                "random numbers are drawn along the batch inside a function with a custom derivative: draw them outside"
+            )
         self.walker.uses_numbers = True
         operands = [self.micro.invars[0], self.walker.numbers]
         self._replacement = self.micro.replace(primitive=primitive, invars=operands, params=params)

@@ -14,8 +14,6 @@ from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 
-from merak_jax.errors import NotSeparableError
-
 
 @dataclass(frozen=True)
 class Shared:
@@ -72,9 +70,7 @@ def same_rows(op, *statuses: Status) -> Any:
         return Shared()
     layouts = {(s.outer, s.inner) for s in rows if isinstance(s, Batched)}
     if len(layouts) > 1:
-        op.fail(
-            f"`{op.name}` combines values whose rows are merged with other dimensions in different orders"
-        )
+        op.fail(f"`{op.name}` combines values whose rows are merged with other dimensions in different orders")
     return Batched(rows[0].axis, *layouts.pop()) if layouts else rows[0]
 
 
@@ -82,10 +78,7 @@ def elementwise(op) -> Any:
     """Row by row: batched operands must have their rows in the same place."""
     op.refuse_partial()
     if len({s.axis for s in op.status if is_rows(s)}) > 1:
-        op.fail(
-            f"`{op.name}` combines every row of the batch with every other one "
-            "(two batch dimensions in one value)"
-        )
+        op.fail(f"`{op.name}` combines every row of the batch with every other one (two batch dimensions in one value)")
     return same_rows(op, *op.status)
 
 
@@ -265,8 +258,7 @@ def _reduce_window(op):
     op.refuse_partial()
     rows, p = same_rows(op, *op.status), op.params
     trivial = all(
-        p[k][rows.axis] == 1
-        for k in ("window_dimensions", "window_strides", "window_dilation", "base_dilation")
+        p[k][rows.axis] == 1 for k in ("window_dimensions", "window_strides", "window_dilation", "base_dilation")
     )
     if not trivial or tuple(p["padding"][rows.axis]) != (0, 0):
         op.fail("a window spans several rows of the batch")
@@ -450,9 +442,7 @@ def _dot_general(op):
             if left.axis in dims[0] and right.axis == dims[1][dims[0].index(left.axis)]:
                 rows = same_rows(op, left, right)
                 return replace(rows, axis=dims[0].index(left.axis)) if pairs == "batch" else Partial()
-        op.fail(
-            "every row of the batch is multiplied with every other one (two batch dimensions in one value)"
-        )
+        op.fail("every row of the batch is multiplied with every other one (two batch dimensions in one value)")
     if is_rows(left) and left.axis in free[0]:
         return replace(left, axis=len(batch[0]) + free[0].index(left.axis))
     if is_rows(right) and right.axis in free[1]:

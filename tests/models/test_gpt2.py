@@ -40,9 +40,7 @@ def test_parameter_count_is_the_published_one(name, published, scan_layers):
 
 def test_unrolled_blocks_are_named_by_layer_and_kernels_split_by_head():
     _, params, _ = make(tie_head=False)
-    assert set(params) == {
-        "token_embedding", "position_embedding", "h_0", "h_1", "h_2", "norm_f", "lm_head"
-    }
+    assert set(params) == {"token_embedding", "position_embedding", "h_0", "h_1", "h_2", "norm_f", "lm_head"}
     attention = params["h_0"]["attention"]
     assert {attention[name]["kernel"].shape for name in ("query", "key", "value")} == {(8, 2, 4)}
     assert attention["output"]["kernel"].shape == (2, 4, 8)
@@ -98,9 +96,7 @@ def test_dropout_depends_on_its_key_and_differs_by_layer():
     model, params, tokens = make(dropout=0.5)
 
     def run(seed):
-        return model.apply(
-            {"params": params}, tokens, deterministic=False, rngs={"dropout": jax.random.key(seed)}
-        )
+        return model.apply({"params": params}, tokens, deterministic=False, rngs={"dropout": jax.random.key(seed)})
 
     np.testing.assert_array_equal(run(0), run(0))
     assert not np.allclose(run(0), run(1))
@@ -113,9 +109,7 @@ def test_loss_is_the_masked_mean_of_minus_log_probability(x64):
     mask = jnp.arange(8) < jnp.array([[3], [8]])
     each = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(next_token_loss(logits, targets), each.mean(), rtol=1e-14)
-    np.testing.assert_allclose(
-        next_token_loss(logits, targets, mask), (each * mask).sum() / 11, rtol=1e-14
-    )
+    np.testing.assert_allclose(next_token_loss(logits, targets, mask), (each * mask).sum() / 11, rtol=1e-14)
 
 
 def test_greedy_generation_follows_the_full_forward_pass_past_the_window():

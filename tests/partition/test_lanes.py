@@ -37,7 +37,9 @@ def test_blocks_stand_in_order_stage_after_stage(counts):
     layout = LaneLayout(counts)
     assert [s for s, _ in layout.places] == sorted(s for s, _ in layout.places)
     assert all(index < counts[stage] for stage, index in layout.places)
-    assert [layout.places.index((s, i)) for s in range(len(counts)) for i in range(counts[s])] == list(range(sum(counts)))
+    assert [layout.places.index((s, i)) for s in range(len(counts)) for i in range(counts[s])] == list(
+        range(sum(counts))
+    )
     assert layout.valid.sum() == layout.num_lanes == sum(counts)
     assert layout.is_full == (len(set(counts)) == 1)
 

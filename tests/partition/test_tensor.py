@@ -35,9 +35,7 @@ def layout_of(block, parameters, *side, ways=2, carry=None):
 def layout_of_linen(module, *side, ways=2, carry=None):
     carry = jnp.zeros((BATCH, SEQUENCE, HIDDEN)) if carry is None else carry
     parameters = jax.eval_shape(module.init, jax.random.key(0), carry, *side)["params"]
-    return layout_of(
-        lambda p, x, *s: module.apply({"params": p}, x, *s), parameters, *side, ways=ways, carry=carry
-    )
+    return layout_of(lambda p, x, *s: module.apply({"params": p}, x, *s), parameters, *side, ways=ways, carry=carry)
 
 
 class Mlp(nn.Module):
@@ -53,9 +51,7 @@ class GatedMlp(nn.Module):
     @nn.compact
     def __call__(self, x):
         gate = nn.silu(nn.Dense(48, name="gate", use_bias=False)(x))
-        return nn.Dense(HIDDEN, name="down", use_bias=False)(
-            gate * nn.Dense(48, name="up", use_bias=False)(x)
-        )
+        return nn.Dense(HIDDEN, name="down", use_bias=False)(gate * nn.Dense(48, name="up", use_bias=False)(x))
 
 
 class Attention(nn.Module):

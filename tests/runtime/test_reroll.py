@@ -38,8 +38,10 @@ class Case:
         self.groups = []
         for part in tree:
             if isinstance(part, list):
-                self.groups += [tuple(self.jaxpr.invars[n] for n in leaves)
-                                for leaves in zip(*(jax.tree.leaves(block) for block in part))]
+                self.groups += [
+                    tuple(self.jaxpr.invars[n] for n in leaves)
+                    for leaves in zip(*(jax.tree.leaves(block) for block in part))
+                ]
         self.program = Rerolled(self.jaxpr, self.groups, [], self.layout)
 
     def packed_inputs(self):
@@ -124,20 +126,31 @@ def update_case(optimizer, counts=(2, 2)):
         return [np.abs(random.normal(size=np.shape(x))) for x, at in zip(state, block_of) if at == k]
 
     def split(leaves):
-        return ([[x for x, at in zip(leaves, block_of) if at == k] for k in range(length)],
-                tuple(x for x, at in zip(leaves, block_of) if at is None))
+        return (
+            [[x for x, at in zip(leaves, block_of) if at == k] for k in range(length)],
+            tuple(x for x, at in zip(leaves, block_of) if at is None),
+        )
 
     def update(params_blocks, grad_blocks, moments, params_other, grad_other, rest):
         feeds = {None: iter(rest), **{k: iter(block) for k, block in enumerate(moments)}}
         params = {"blocks": params_blocks, "other": params_other}
-        updates, new_state = optimizer.update({"blocks": grad_blocks, "other": grad_other},
-                                              tree.unflatten([next(feeds[at]) for at in block_of]), params)
+        updates, new_state = optimizer.update(
+            {"blocks": grad_blocks, "other": grad_other}, tree.unflatten([next(feeds[at]) for at in block_of]), params
+        )
         new = optax.apply_updates(params, updates)
         new_moments, new_rest = split(jax.tree.leaves(new_state))
         return new["blocks"], new["other"], new_moments, new_rest
 
-    return Case(update, params["blocks"], blocks(length, 5), [moments_of(k) for k in range(length)], params["other"], other(6),
-                split(state)[1], counts=counts)
+    return Case(
+        update,
+        params["blocks"],
+        blocks(length, 5),
+        [moments_of(k) for k in range(length)],
+        params["other"],
+        other(6),
+        split(state)[1],
+        counts=counts,
+    )
 
 
 def block_number(path):
@@ -157,9 +170,20 @@ def test_an_optimizer_has_the_same_number_of_equations_for_every_depth(name):
     assert shallow == deep
 
 
-CHAINS = [optax.clip_by_global_norm(0.3), optax.scale_by_adam(), optax.trace(0.9), optax.add_decayed_weights(0.1),
-          optax.clip(0.2), optax.scale_by_rms(), optax.scale(-0.1), optax.normalize_by_update_norm(),
-          optax.clip_by_block_rms(0.5), optax.scale_by_trust_ratio(), optax.zero_nans(), optax.scale_by_sign()]
+CHAINS = [
+    optax.clip_by_global_norm(0.3),
+    optax.scale_by_adam(),
+    optax.trace(0.9),
+    optax.add_decayed_weights(0.1),
+    optax.clip(0.2),
+    optax.scale_by_rms(),
+    optax.scale(-0.1),
+    optax.normalize_by_update_norm(),
+    optax.clip_by_block_rms(0.5),
+    optax.scale_by_trust_ratio(),
+    optax.zero_nans(),
+    optax.scale_by_sign(),
+]
 
 
 @settings(max_examples=15, deadline=None)
@@ -234,7 +258,9 @@ def test_numbers_that_differ_per_block_become_data():
 
 def test_a_value_made_of_another_block_is_not_mixed_up():
     def function(layers):
-        return [{"kernel": block["kernel"] + layers[(k + 1) % len(layers)]["bias"]} for k, block in enumerate(layers)], None
+        return [
+            {"kernel": block["kernel"] + layers[(k + 1) % len(layers)]["bias"]} for k, block in enumerate(layers)
+        ], None
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RerollWarning)
@@ -246,7 +272,9 @@ def test_a_value_made_of_another_block_is_not_mixed_up():
 
 def test_a_block_that_is_treated_differently_runs_block_by_block_with_one_warning():
     def function(layers):
-        return [{"kernel": jnp.sin(b["kernel"]) if k == 1 else jnp.cos(b["kernel"])} for k, b in enumerate(layers)], None
+        return [
+            {"kernel": jnp.sin(b["kernel"]) if k == 1 else jnp.cos(b["kernel"])} for k, b in enumerate(layers)
+        ], None
 
     Case(function, blocks(3), counts=(2, 1)).check(warns=True)
 
@@ -300,8 +328,12 @@ def stack_case(function, counts):
 
     def run(stack):
         evaluation = program.start([], [layout.pack_stack(stack)], {})
-        return [layout.unpack_stack(evaluation.packed_stack(a)) if a.aval.shape[:1] == stack.shape[:1] else evaluation.whole(a)
-                for a in jaxpr.outvars]
+        return [
+            layout.unpack_stack(evaluation.packed_stack(a))
+            if a.aval.shape[:1] == stack.shape[:1]
+            else evaluation.whole(a)
+            for a in jaxpr.outvars
+        ]
 
     for actual, expected in zip(jax.jit(run)(stack), jax.tree.leaves(function(stack)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-13)
@@ -310,14 +342,14 @@ def stack_case(function, counts):
 
 STACK_FUNCTIONS = {
     "elementwise": lambda x: 0.1 * jnp.exp(x) + x * x - 1,
-    "sum": lambda x: jnp.sum(x ** 2),
+    "sum": lambda x: jnp.sum(x**2),
     "largest": lambda x: jnp.max(x),
     "smallest": lambda x: jnp.min(-x),
     "product": lambda x: jnp.prod(jnp.abs(x) / 3),
     "all": lambda x: jnp.all(x < 0),
     "any": lambda x: jnp.any(x > 0),
-    "norm per block": lambda x: x / jnp.sqrt(jnp.sum(x ** 2, axis=(1, 2), keepdims=True)),
-    "clip by the global norm": lambda x: x * jnp.minimum(1.0, 1 / jnp.sqrt(jnp.sum(x ** 2))),
+    "norm per block": lambda x: x / jnp.sqrt(jnp.sum(x**2, axis=(1, 2), keepdims=True)),
+    "clip by the global norm": lambda x: x * jnp.minimum(1.0, 1 / jnp.sqrt(jnp.sum(x**2))),
     "sum over blocks": lambda x: jnp.sum(x, axis=0),
     "mean over an inner axis": lambda x: x.mean(axis=2),
     "select": lambda x: jnp.where(x > -3, x, 0.0),

@@ -38,7 +38,9 @@ class AveragedState(TrainState):
 
 def create_state(seed=0):
     params = MODEL.init(jax.random.key(seed), jnp.zeros((1, 3), jnp.int32))["params"]
-    return AveragedState.create(apply_fn=MODEL.apply, params=params, tx=OPTIMIZER, average=params, key=jax.random.key(7))
+    return AveragedState.create(
+        apply_fn=MODEL.apply, params=params, tx=OPTIMIZER, average=params, key=jax.random.key(7)
+    )
 
 
 def train_step(state, batch):
@@ -58,8 +60,10 @@ def make_batch():
 
 
 def data_of(tree):
-    return [jax.random.key_data(x) if jax.dtypes.issubdtype(getattr(x, "dtype", np.float64), jax.dtypes.prng_key) else x
-            for x in jax.tree.leaves(tree)]
+    return [
+        jax.random.key_data(x) if jax.dtypes.issubdtype(getattr(x, "dtype", np.float64), jax.dtypes.prng_key) else x
+        for x in jax.tree.leaves(tree)
+    ]
 
 
 def assert_same_bits(actual, expected):
@@ -108,7 +112,9 @@ def test_what_is_no_leaf_is_the_users_own_object(packed, original):
     assert packed.tx == original.tx
     assert packed.apply_fn == original.apply_fn
     logits = packed.apply_fn({"params": packed.params}, make_batch()["x"])
-    np.testing.assert_allclose(logits, original.apply_fn({"params": original.params}, make_batch()["x"]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        logits, original.apply_fn({"params": original.params}, make_batch()["x"]), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_what_the_users_tree_lacks_is_missing_here_too(packed):

@@ -53,9 +53,7 @@ def test_a_count_below_one_is_an_error(make, stages, microbatches, what):
 
 @pytest.mark.parametrize("task", [Task(TaskKind.F, 2), Task(TaskKind.B, -1), Task(TaskKind.W, 0, chunk=1)])
 def test_a_task_outside_the_counts_is_an_error_that_names_it(task):
-    message = re.escape(
-        f"stage 1: task {task} of chunk {task.chunk} is outside the schedule's 2 microbatches"
-    )
+    message = re.escape(f"stage 1: task {task} of chunk {task.chunk} is outside the schedule's 2 microbatches")
     with pytest.raises(ScheduleError, match=message):
         Schedule("mine", 2, 2, 1, ((), (task,)))
 

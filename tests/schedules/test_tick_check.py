@@ -57,8 +57,7 @@ def swapped(name: str, slots: tuple[str, ...], first: tuple, second: tuple) -> d
     """The cells that exchange two tasks together with their slots."""
     table = TABLES["eager"]
     return {
-        array: {first: getattr(table, array)[second], second: getattr(table, array)[first]}
-        for array in (name, *slots)
+        array: {first: getattr(table, array)[second], second: getattr(table, array)[first]} for array in (name, *slots)
     }
 
 

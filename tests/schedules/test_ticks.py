@@ -96,8 +96,7 @@ def test_eager_1f1b_meets_its_closed_form(num_stages, num_microbatches):
         [microbatch + stage for microbatch in range(num_microbatches)] for stage in range(num_stages)
     ]
     assert ticks_of(table.backward, num_microbatches) == [
-        [microbatch + 2 * last - stage for microbatch in range(num_microbatches)]
-        for stage in range(num_stages)
+        [microbatch + 2 * last - stage for microbatch in range(num_microbatches)] for stage in range(num_stages)
     ]
     steady = Phase(last, last + num_microbatches, True, True, True)
     before = Phase(0, last, True, False, False)

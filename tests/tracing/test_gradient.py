@@ -108,7 +108,7 @@ def test_everything_the_loss_closes_over_is_an_operand():
 def test_a_gradient_penalty_inside_the_loss_is_left_alone():
     def penalised(weights, x):
         slope = jax.grad(lambda y: loss(weights, y))(x)
-        return loss(weights, x) + jnp.sum(slope ** 2)
+        return loss(weights, x) + jnp.sum(slope**2)
 
     function = lambda w, x: jax.value_and_grad(penalised)(w, x)  # noqa: E731
     closed, _ = captured(function, WEIGHTS, X)
@@ -164,9 +164,13 @@ def test_capture_ends_when_the_loss_raises():
     assert len(gradient_calls(captured(SPELLINGS["jax.grad"], WEIGHTS, X)[0])) == 1
 
 
-@pytest.mark.parametrize("function, hint", [
-    (lambda w, x: jax.vjp(lambda v: v["a"] * x, w)[1](x), "mean or its sum"),
-    (lambda w, x: value_and_grad(loss_with_aux)(w, x), "has_aux=True")])
+@pytest.mark.parametrize(
+    "function, hint",
+    [
+        (lambda w, x: jax.vjp(lambda v: v["a"] * x, w)[1](x), "mean or its sum"),
+        (lambda w, x: value_and_grad(loss_with_aux)(w, x), "has_aux=True"),
+    ],
+)
 def test_a_loss_that_is_no_scalar_is_refused_with_the_users_line(function, hint):
     with pytest.raises(GradientCallError, match=hint) as raised:
         captured(function, WEIGHTS, X)

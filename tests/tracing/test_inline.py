@@ -125,11 +125,17 @@ def test_a_flax_optax_loss_gives_the_same_value_and_gradient_after_inlining():
     value, grads = jax.jit(jax.value_and_grad(lambda xs: function_of(flat)(*xs)[0]))(leaves)
     expected, expected_grads = jax.jit(jax.value_and_grad(loss))(params)
     np.testing.assert_allclose(value, expected, rtol=1e-12)
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7), tree.unflatten(grads), expected_grads)
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7), tree.unflatten(grads), expected_grads
+    )
 
 
-OPERATIONS = [jnp.sin, lambda x: x * 2, lambda x: x + TABLE.sum(),
-              lambda x: jax.lax.scan(lambda c, _: (c + x, None), x, None, 2)[0]]
+OPERATIONS = [
+    jnp.sin,
+    lambda x: x * 2,
+    lambda x: x + TABLE.sum(),
+    lambda x: jax.lax.scan(lambda c, _: (c + x, None), x, None, 2)[0],
+]
 
 
 @settings(max_examples=30, deadline=None)
@@ -152,11 +158,19 @@ def test_random_nestings_keep_their_values(steps):
 
 def test_evaluate_frees_what_is_not_read_again_and_lets_an_equation_be_replaced():
     closed = inline(jax.make_jaxpr(lambda x: jnp.cos(jnp.sin(x)))(1.0))
-    replaced = evaluate(closed.jaxpr, closed.consts, 1.0,
-                        special=lambda eqn, operands: [operands[0] * 10] if eqn.primitive.name == "sin" else None)
+    replaced = evaluate(
+        closed.jaxpr,
+        closed.consts,
+        1.0,
+        special=lambda eqn, operands: [operands[0] * 10] if eqn.primitive.name == "sin" else None,
+    )
     np.testing.assert_allclose(replaced[0], np.cos(10.0))
     last = last_uses(closed.jaxpr)
-    assert [last[v] for v in (closed.jaxpr.invars[0], closed.jaxpr.eqns[0].outvars[0], closed.jaxpr.outvars[0])] == [0, 1, 2]
+    assert [last[v] for v in (closed.jaxpr.invars[0], closed.jaxpr.eqns[0].outvars[0], closed.jaxpr.outvars[0])] == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_slice_program_keeps_only_what_the_outputs_need():

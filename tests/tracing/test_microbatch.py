@@ -240,11 +240,7 @@ def test_mean_of_each_rows_own_mean_is_exact():
 def test_coupled_rows_are_refused_case_32(loss, match):
     message = refuse(lambda p, b: loss(b["x"] @ p["w"]), W, X, match)
     if "one value per row" not in message:
-        assert (
-            "test_microbatch.py" in message
-            and "rewrite the loss" in message
-            and "num_microbatches=1" in message
-        )
+        assert "test_microbatch.py" in message and "rewrite the loss" in message and "num_microbatches=1" in message
 
 
 def test_batch_norm_is_refused_case_20():
@@ -301,9 +297,7 @@ def test_loss_of_parameters_only_counts_once():
 def test_penalty_chosen_by_where_counts_once():
     def loss(p, b):
         data = (b["x"] @ p["w"]).sum()
-        return jnp.where(p["e"].sum() > 0, data, p["w"].sum()) + jnp.where(
-            p["e"].sum() > 0, p["w"].sum(), data
-        )
+        return jnp.where(p["e"].sum() > 0, data, p["w"].sum()) + jnp.where(p["e"].sum() > 0, p["w"].sum(), data)
 
     check(loss, W, X)
 
@@ -489,9 +483,7 @@ def test_loops_with_sums_and_terms_that_count_once():
             return (h, total + h.mean() + (w**2).sum()), h.sum(1)
 
         (h, total), sums = lax.scan(body, (b["x"] @ p["e"].T, 1.0), p["w"])
-        i, doubled = lax.while_loop(
-            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, lax.stop_gradient(h))
-        )
+        i, doubled = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, lax.stop_gradient(h)))
         chosen = lax.cond(p["w"].sum() > 0, lambda h: h.sum() + p["w"].sum(), lambda h: p["e"].sum(), h)
         return total + chosen + 0 * doubled.sum(), sums, doubled
 
@@ -578,9 +570,7 @@ def test_random_draws():
 
     def own_keys(p, b, key):
         keys = jax.random.split(key, b["x"].shape[0])
-        return jax.vmap(lambda k, x: jax.random.normal(jax.random.fold_in(k, 1), (V,)) @ x)(
-            keys, b["x"] @ p["w"]
-        ).sum()
+        return jax.vmap(lambda k, x: jax.random.normal(jax.random.fold_in(k, 1), (V,)) @ x)(keys, b["x"] @ p["w"]).sum()
 
     def dropout(p, b, key):
         return nn.Dropout(0.5, deterministic=False).apply({}, b["x"] @ p["w"], rngs={"dropout": key}).sum()

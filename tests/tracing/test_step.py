@@ -95,13 +95,18 @@ def test_evaluating_the_trace_gives_what_the_step_gives(spelling):
 
 def test_abstract_values_trace_as_arrays_do():
     state, batch = make_state(), make_batch()
-    concrete, shapes = trace(train_step, (state, batch), (1,)), trace(train_step, (abstract(state), abstract(batch)), (1,))
+    concrete, shapes = (
+        trace(train_step, (state, batch), (1,)),
+        trace(train_step, (abstract(state), abstract(batch)), (1,)),
+    )
     assert str(concrete.jaxpr.jaxpr) == str(shapes.jaxpr.jaxpr)
 
 
 def test_leaves_know_their_argument_path_and_rows():
     traced = trace(train_step, (make_state(), make_batch()), (1,))
-    by_path = {path: (argument, rows) for path, argument, rows in zip(traced.leaf_path, traced.leaf_argument, traced.leaf_rows)}
+    by_path = {
+        path: (argument, rows) for path, argument, rows in zip(traced.leaf_path, traced.leaf_argument, traced.leaf_rows)
+    }
     assert by_path[".params['layers_0']['kernel']"] == (0, False)
     assert by_path[".key"] == by_path[".scale"] == by_path[".step"] == (0, False)
     assert by_path["['x']"] == by_path["['y']"] == (1, True)
@@ -117,8 +122,13 @@ def test_another_number_of_rows_changes_only_the_batch():
 
 
 def test_scalars_and_keys_in_the_batch_carry_no_rows():
-    leaves = [("x", jnp.zeros((8, 2))), ("temperature", jnp.zeros(())), ("key", jax.random.key(0)),
-              ("keys", jax.random.split(jax.random.key(0), 3)), ("raw key", jax.random.PRNGKey(0))]
+    leaves = [
+        ("x", jnp.zeros((8, 2))),
+        ("temperature", jnp.zeros(())),
+        ("key", jax.random.key(0)),
+        ("keys", jax.random.split(jax.random.key(0), 3)),
+        ("raw key", jax.random.PRNGKey(0)),
+    ]
     assert batch_rows(leaves) == (8, [True, False, False, False, False])
 
 
@@ -129,7 +139,9 @@ def test_leaves_that_disagree_are_listed():
 
 
 def test_abstract_keeps_weak_types_and_keys():
-    found = abstract({"step": 0, "rate": 0.1, "flag": True, "key": jax.random.key(0), "x": np.zeros((2, 3), np.float32)})
+    found = abstract(
+        {"step": 0, "rate": 0.1, "flag": True, "key": jax.random.key(0), "x": np.zeros((2, 3), np.float32)}
+    )
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(found))
     assert found["step"].weak_type and found["rate"].weak_type
     assert not found["x"].weak_type
@@ -204,8 +216,11 @@ def test_a_gradient_inside_a_loop_or_branch_is_refused(loop):
 
 def test_a_step_without_a_gradient_is_refused():
     with pytest.raises(GradientCallError, match="takes no gradient"):
-        trace(lambda state, batch: (state, MODEL.apply({"params": state.params}, batch["x"]).mean()),
-              (make_state(), make_batch()), (1,))
+        trace(
+            lambda state, batch: (state, MODEL.apply({"params": state.params}, batch["x"]).mean()),
+            (make_state(), make_batch()),
+            (1,),
+        )
 
 
 def test_a_debug_print_is_left_out_with_a_warning_and_a_callback_is_refused():
