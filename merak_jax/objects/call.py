@@ -147,7 +147,7 @@ class ObjectStep:
         ]
         if now:
             numbers = [leaf.number for leaf in now]
-            made = jax.jit(lambda *args: [creation.function(*args)[k] for k in numbers])(*pure_args)
+            made = jax.jit(creation.some(numbers))(*pure_args)
             for leaf, array in zip(now, made):
                 remember(array, leaf)
             arrays = dict(zip(numbers, made))

@@ -61,6 +61,15 @@ class Creation:
         self.function, self.args = function, tuple(args)
         self._made: list | None = None
 
+    def some(self, numbers: Sequence[int]) -> Callable[..., list]:
+        """The function of only these values."""
+
+        def function(*args):
+            values = self.function(*args)
+            return [values[n] for n in numbers]
+
+        return function
+
     def make(self) -> list:
         """All values, made on the default device, once."""
         if self._made is None:
@@ -184,7 +193,7 @@ def assemble(layout: StateLayout, members: Sequence[Sequence[int]], leaves: Sequ
     for creation, numbers in planned.items():
         part = _part(layout, members, numbers)
         wanted = [leaves[i].number for number in numbers for i in members[number]]
-        made = initialise(lambda *args, c=creation, w=wanted: [c.function(*args)[k] for k in w], creation.args, part)
+        made = initialise(creation.some(wanted), creation.args, part)
         for number, array in zip(numbers, made._arrays):
             arrays[number] = array
     if anew:

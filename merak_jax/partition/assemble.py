@@ -135,16 +135,23 @@ class _Assembly:
     """
 
     def __init__(self, program: Jaxpr, domain, parts: Sequence[PlacedChain], rows, outputs: Sequence[Atom]):
-        self.program, self.domain, self.parts, self.rows, self.outputs = program, domain, parts, rows, list(outputs)
-        covered = {id(e): k for k, part in enumerate(parts, 1) for e in part.covered}
-        self.loose = [e for e in program.eqns if id(e) not in covered]
+        self.program, self.parts, self.rows, self.outputs = program, parts, rows, list(outputs)
+        covered = {id(e) for part in parts for e in part.covered}
+        last = {id(part.covered[-1]): part for part in parts}
+        self.loose: list[JaxprEqn] = []
+        for eqn in program.eqns:
+            if id(eqn) in last:
+                self.loose += last[id(eqn)].after
+            elif id(eqn) not in covered:
+                self.loose.append(eqn)
+        new = {v: BOTH for part in parts for v in (*part.final, *(v for e in part.after for v in e.outvars))}
+        self.domain = domain = {**new, **domain}
         self.slicer = Slicer(program, self.loose, domain)
         self.made_by = {v: e for e in self.loose for v in e.outvars}
         self.level: dict[Var, int] = dict.fromkeys(program.invars, 0)
         self.finals: list[set[Var]] = [set()]
         for k, part in enumerate(parts, 1):
-            made = {v for e in part.covered for v in e.outvars}
-            self.finals.append({v for v in part.final if v in made})
+            self.finals.append(set(part.final) - {a for a in part.initial if isinstance(a, Var)})
             self.level.update((v, k) for v in self.finals[k])
         for eqn in self.loose:
             below = [self.level.get(a) for a in eqn.invars if isinstance(a, Var)]

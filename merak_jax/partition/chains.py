@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -61,16 +62,45 @@ class Chain:
         """Which values of the carry go through every block unchanged."""
         return tuple(a is b for a, b in zip(self.body.invars, self.body.outvars))
 
+    @functools.cached_property
+    def unread(self) -> tuple[bool, ...]:
+        """Which values of the carry no derivative of a block depends on: unchanged and unread, added to, or written into."""
+        uses: dict[Var, list[tuple[JaxprEqn, int]]] = {}
+        for eqn in self.body.eqns:
+            for i, a in enumerate(eqn.invars):
+                if isinstance(a, Var):
+                    uses.setdefault(a, []).append((eqn, i))
+
+        def only_collects(var: Var, out: Any) -> bool:
+            if len(uses.get(var, ())) != 1:
+                return not uses.get(var) and out is var
+            eqn, i = uses[var][0]
+            collects = eqn.primitive.name in ("add", "add_any") or (
+                eqn.primitive.name == "dynamic_update_slice" and i == 0
+            )
+            return collects and out is eqn.outvars[0] and not uses.get(out)
+
+        return tuple(map(only_collects, self.body.invars[: self.num_carry], self.body.outvars))
+
+
+def stashed_once(chains: Sequence[Chain]) -> tuple[bool, ...]:
+    """Which values of the carry a backward pass over all blocks needs once: no block changes them, or no derivative reads them."""
+    return tuple(
+        all(c.unchanged[n] for c in chains) or all(c.unread[n] for c in chains) for n in range(chains[0].num_carry)
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class PlacedChain:
     """A chain and its place in the program: the carry's first values (None: zeros), where each value that is read
-    later stands in the last carry, and the equations that the chain covers."""
+    later stands in the last carry, the equations that the chain covers, and equations that make more of the last carry:
+    values of single blocks, taken out of an array that all blocks wrote to."""
 
     chain: Chain
     initial: tuple[Atom | None, ...]
     final: dict[Var, int]
     covered: tuple[JaxprEqn, ...]
+    after: tuple[JaxprEqn, ...] = ()
 
 
 def pipelined(program: Jaxpr, domain: Mapping[Var, int]) -> list[JaxprEqn]:
@@ -297,19 +327,19 @@ def _wired_chain(search: _Search, start, period, repeats) -> PlacedChain:
                 rename[v] = new
             outvars.append(new)
         body_eqns.append(eqn.replace(invars=operands, outvars=outvars))
+    if not any(isinstance(key, tuple) for key in carry_init):
+        raise fail(0, "starts a block that reads nothing of the block before: they stand side by side")
     inside = set(where)
     later = [a for e in both[start + repeats * period :] for a in e.invars] + list(program.outvars)
     final: dict[Var, int] = {}
     extra: dict[tuple[int, int], Var] = {}
+    collected: dict[tuple[int, int], set[Var]] = {}
     for atom in later:
         if isinstance(atom, Var) and atom in inside:
             k, j, o = where[atom]
             if k != repeats - 1:
-                line = _compat.source_line(segments[k][j])
-                raise _Mismatch(
-                    f"of {repeats} equal blocks, a value of block {k}, made at {line}, is read after the blocks"
-                )
-            if (j, o) not in carry_init:
+                collected.setdefault((j, o), set()).add(atom)
+            elif (j, o) not in carry_init:
                 extra[(j, o)] = atom
     keys = list(carry_init)
     positions = {key: n for n, key in enumerate(keys)}
@@ -323,8 +353,20 @@ def _wired_chain(search: _Search, start, period, repeats) -> PlacedChain:
         out.append(rename[segments[1][j].outvars[o]])
         initial.append(None)
     for atom in later:
-        if isinstance(atom, Var) and atom in inside:
+        if isinstance(atom, Var) and atom in inside and where[atom][0] == repeats - 1:
             final[atom] = positions[where[atom][1:]]
+    after: list[JaxprEqn] = []
+    for (j, o), members in collected.items():
+        made = segments[1][j].outvars[o]
+        number = lane([_index(k) for k in range(repeats)])
+        buffer, written, kept = _collect(made.aval, rename[made], number, repeats)
+        body_eqns += written
+        final[kept] = len(invars)
+        invars.append(buffer)
+        out.append(written[-1].outvars[0])
+        initial.append(None)
+        for atom in sorted(members, key=where.__getitem__):
+            after += _taken(kept, where[atom][0], atom)
     for key in keys:
         if isinstance(key, Var):
             final[key] = positions[key]
@@ -335,7 +377,49 @@ def _wired_chain(search: _Search, start, period, repeats) -> PlacedChain:
     chain = Chain(
         repeats, body, len(invars), slots, identity, tuple(shared), tuple(rows), _compat.source_line(segments[0][0])
     )
-    return PlacedChain(chain, tuple(initial), final, tuple(e for segment in segments for e in segment))
+    return PlacedChain(chain, tuple(initial), final, tuple(e for segment in segments for e in segment), tuple(after))
+
+
+def _index(k: int) -> Literal:
+    """The number of a block, as an operand."""
+    value = np.int32(k)
+    return Literal(value, _aval((), np.int32))
+
+
+def _aval(shape: Sequence[int], dtype: Any) -> Any:
+    return jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(tuple(shape), dtype)).in_avals[0]
+
+
+def _spliced(function: Any, operands: Sequence[Atom], result: Var | None = None) -> list[JaxprEqn]:
+    """The equations of a small function of `operands`; the last one makes its result."""
+    jaxpr = inline(
+        jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands))
+    ).jaxpr
+    names: dict[Var, Atom] = dict(zip(jaxpr.invars, operands))
+    if result is not None:
+        names[jaxpr.outvars[0]] = result
+    eqns = []
+    for eqn in jaxpr.eqns:
+        outvars = [names.setdefault(v, _compat.new_var(v.aval)) for v in eqn.outvars]
+        invars = [a if isinstance(a, Literal) else names[a] for a in eqn.invars]
+        eqns.append(eqn.replace(invars=invars, outvars=outvars))
+    return eqns
+
+
+def _collect(aval: Any, value: Var, number: Var, length: int) -> tuple[Var, list[JaxprEqn], Var]:
+    """`(buffer [L, ...] that a block gets, equations that write its value at its number, the buffer after the last block)`."""
+    whole = _aval((length, *aval.shape), aval.dtype)
+    buffer = _compat.new_var(whole)
+
+    def write(buffer, value, number):
+        return jax.lax.dynamic_update_slice(buffer, value[None], [number, *[np.int32(0)] * value.ndim])
+
+    return buffer, _spliced(write, [buffer, value, number]), _compat.new_var(whole)
+
+
+def _taken(buffer: Var, k: int, result: Var) -> list[JaxprEqn]:
+    """Equations for the value of block k, under the name that it has in the program."""
+    return _spliced(lambda x: jax.lax.squeeze(jax.lax.slice_in_dim(x, k, k + 1), (0,)), [buffer], result)
 
 
 class _Mismatch(Exception):
@@ -362,8 +446,6 @@ def _scan_as_chain(eqn: JaxprEqn, domain, used, obstacles) -> PlacedChain | None
         if eqn.params["reverse"]
         else "reads values made of the batch layer by layer"
         if any(depends(x) & BATCH for x in xs)
-        else "returns a value of every layer, which is read later"
-        if any(y in used for y in eqn.outvars[num_carry:])
         else "holds constant arrays of its own"
         if inner.consts
         else ""
@@ -386,6 +468,23 @@ def _scan_as_chain(eqn: JaxprEqn, domain, used, obstacles) -> PlacedChain | None
     eqns = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns]
     outvars = [*(read(a) for a in jaxpr.outvars[:num_carry]), *passed.values()]
     carry_vars = [*carry_vars, *passed.values()]
+    # What each layer returns is written into an array that travels along.
+    stacked = [y for y in eqn.outvars[num_carry:] if y in used]
+    number = _compat.new_var(_aval((), np.int32))
+    for y, atom in zip(eqn.outvars[num_carry:], jaxpr.outvars[num_carry:]):
+        if y in used:
+            made = read(atom)
+            if not isinstance(made, Var):
+                obstacles.append(
+                    f"the scan over layers at {_compat.source_line(eqn)} returns a constant of every layer"
+                )
+                return None
+            buffer, written, _ = _collect(made.aval, made, number, eqn.params["length"])
+            carry_vars.append(buffer)
+            eqns += written
+            outvars.append(written[-1].outvars[0])
+    if stacked:
+        lane_vars = [*lane_vars, number]
     rows = [c for c in dict.fromkeys(consts) if isinstance(c, Var) and domain[c] == BATCH]
     shared = [c for c in dict.fromkeys(consts) if isinstance(c, Var) and not domain[c] & BATCH]
     # What depends on lanes and shared values only is prepared once per step, outside the loops.
@@ -408,7 +507,10 @@ def _scan_as_chain(eqn: JaxprEqn, domain, used, obstacles) -> PlacedChain | None
         eqn.params["length"],
         body,
         len(carry_vars),
-        tuple(LaneSlot(stack=x) for x in xs),
+        (
+            *(LaneSlot(stack=x) for x in xs),
+            *([LaneSlot(tuple(map(_index, range(eqn.params["length"]))))] if stacked else []),
+        ),
         prepare,
         tuple(shared),
         tuple(rows),
@@ -416,4 +518,5 @@ def _scan_as_chain(eqn: JaxprEqn, domain, used, obstacles) -> PlacedChain | None
     )
     final = {v: n for n, v in enumerate(eqn.outvars[:num_carry]) if not is_dropped(v)}
     final.update((c, num_carry + n) for n, c in enumerate(passing))
-    return PlacedChain(chain, (*init, *passing), final, (eqn,))
+    final.update((y, len(carry_vars) - len(stacked) + n) for n, y in enumerate(stacked))
+    return PlacedChain(chain, (*init, *passing, *[None] * len(stacked)), final, (eqn,))

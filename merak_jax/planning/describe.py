@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Var
 
+from merak_jax.partition.chains import stashed_once
 from merak_jax.planning.plan import Plan, StagePlan
 from merak_jax.runtime.program import StepProgram
 from merak_jax.runtime.state import StateLayout
@@ -28,7 +29,7 @@ def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan
     if program.table is not None:
         held = [int(n) for n in program.table.in_flight()]
         counts = list(zip(*(layout.counts for layout in program.chain_layouts)))
-        constant = [all(column) for column in zip(*(c.unchanged for c in graph.chains))]
+        constant = stashed_once(graph.chains)
         depth = max(map(sum, counts))
         stash = program.table.num_stash_slots * sum(
             _bytes(a) * (1 if same else depth) for a, same in zip(graph.carry_avals, constant)

@@ -104,12 +104,12 @@ def find_state_groups(
 
 def _lanes_by_path(traced, number, by_path, lanes, taken, packable) -> dict[tuple[Var, ...], Any]:
     """Groups whose paths hold the distinguishing part of a parameter group's paths, block by block."""
-    suffixes: dict[tuple, tuple] = {}
+    suffixes: dict[tuple, list[tuple]] = {}
     for group in lanes:
         keys = [traced.leaf_keys[number[v]] for v in group]
         start = next((i for i, column in enumerate(zip(*keys)) if len(set(column)) > 1), None)
         if start is not None:
-            suffixes[keys[0][start:]] = (group, [k[start:] for k in keys])
+            suffixes.setdefault(keys[0][start:], []).append((group, [k[start:] for k in keys], keys[0][:start]))
     lengths = {len(s) for s in suffixes}
     found: dict[tuple[Var, ...], Any] = {}
     for var, n in number.items():
@@ -118,9 +118,11 @@ def _lanes_by_path(traced, number, by_path, lanes, taken, packable) -> dict[tupl
         argument, keys = traced.leaf_argument[n], traced.leaf_keys[n]
         for length in lengths:
             for at in range(len(keys) - length + 1):
-                parameter, others = suffixes.get(keys[at : at + length], (None, None))
-                if others is None:
+                # Encoder and decoder layers may have the same names: the parameter with most of the path before them is meant.
+                alike = suffixes.get(keys[at : at + length], [])
+                if not alike:
                     continue
+                parameter, others, _ = max(alike, key=lambda entry: _common_end(entry[2], keys[:at]))
                 group = tuple(by_path.get((argument, keys[:at] + other + keys[at + length :])) for other in others)
                 if None in group or any(v in taken for v in group) or len(set(group)) != len(group):
                     continue
@@ -128,6 +130,16 @@ def _lanes_by_path(traced, number, by_path, lanes, taken, packable) -> dict[tupl
                     taken.update(group)
                     found[group] = parameter
     return found
+
+
+def _common_end(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many of the last keys of two paths are equal."""
+    count = 0
+    for x, y in zip(reversed(a), reversed(b)):
+        if x != y:
+            break
+        count += 1
+    return count
 
 
 def _stacks_by_path(traced, number, stacks, taken, packable) -> dict[Var, Any]:

@@ -78,6 +78,7 @@ class Rerolled:
             v: (numbers.setdefault(("leaf", group), len(numbers)), (self.lanes[group], k))
             for v, (group, k) in self.lane_of_leaf.items()
         }
+        self.touched: set[Var] = {*self.lane_of_leaf, *self.stacks}
         # What depends on no lane is numbered too: each lane may have made its own copy of the same value.
         free: dict[Var, int] = {}
 
@@ -86,6 +87,8 @@ class Rerolled:
 
         for eqn, shape in zip(self.jaxpr.eqns, self.shapes):
             operands = [self.signature.get(a) if isinstance(a, Var) else None for a in eqn.invars]
+            if any(isinstance(a, Var) and a in self.touched for a in eqn.invars):
+                self.touched.update(eqn.outvars)
             touched = {s[1] for s in operands if s is not None}
             if len(touched) > 1:
                 continue
@@ -209,11 +212,12 @@ class Evaluation:
             self._lane_values[outvars, layout] = (value, is_lane)
 
     def _one_by_one(self, atoms, layout: LaneLayout) -> Any:
-        warnings.warn(
-            f"a value {atoms[0].aval.str_short()} of each block is computed block by block, which is slower",
-            RerollWarning,
-            stacklevel=2,
-        )
+        if any(isinstance(a, Var) and a in self.program.touched for a in atoms):
+            warnings.warn(
+                f"a value {atoms[0].aval.str_short()} of each block is computed block by block, which is slower",
+                RerollWarning,
+                stacklevel=2,
+            )
         return layout.pack([self._full(a) for a in atoms])
 
     # Whole values.

@@ -215,7 +215,7 @@ def _lane_spec(ndim: int, split: int | None) -> PartitionSpec:
 
 def _leaf_splits(graph: BlockGraph, chain: Chain, lane_groups, stack_inputs, tensor: int) -> dict[Any, int | None]:
     """The split of each parameter of a block, found on the block together with what prepares its operands."""
-    if all(s.stack is not None for s in chain.slots):
+    if any(s.stack is not None for s in chain.slots):
         lane_vars = list(chain.lane_prepare.invars[: len(chain.slots)])
         eqns = [*chain.lane_prepare.eqns, *chain.body.eqns]
         keys = [_stack_source(graph, chain, s.stack, stack_inputs) for s in chain.slots]
@@ -238,7 +238,7 @@ def _leaf_splits(graph: BlockGraph, chain: Chain, lane_groups, stack_inputs, ten
 
 
 def _stack_source(graph: BlockGraph, chain: Chain, stack: Any, stack_inputs):
-    made_of = stack_leaves(graph.program, [stack], chain.length)
+    made_of = stack_leaves(graph.program, [stack], chain.length) if stack is not None else []
     return made_of[0] if made_of and made_of[0] in stack_inputs else None
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from merak_jax.partition.chains import Chain
+from merak_jax.partition.chains import Chain, stashed_once
 from merak_jax.tracing.jaxprs import evaluate
 
 
@@ -47,8 +47,8 @@ class Stage:
 
     @functools.cached_property
     def carry_constant(self) -> tuple[bool, ...]:
-        """Which values of the carry no block changes: they are stashed once, not per block."""
-        return tuple(all(column) for column in zip(*(c.unchanged for c in self.chains)))
+        """Which values of the carry are stashed once, not per block: no block changes them, or no derivative reads them."""
+        return stashed_once(self.chains)
 
     def _given(self, chain: Chain, shared, side) -> tuple[list[Any], list[Any]]:
         """What the blocks of a chain read, of all that is given."""

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from merak_jax.models.gpt2 import GPT2, GPT2Config
 from merak_jax.partition.blocks import dependence, find_blocks
-from merak_jax.partition.chains import BATCH, PARAMETER
+from merak_jax.partition.chains import BATCH, PARAMETER, stashed_once
 from merak_jax.runtime.reroll import lane_leaves
 from merak_jax.tracing.inline import inline
 from merak_jax.tracing.jaxprs import constants_to_inputs, evaluate, slice_program
@@ -502,3 +502,25 @@ def test_masks_that_each_block_draws_of_the_batch_are_made_in_the_block():
 
     graph = check(loss, two_towers(4, 2), BATCH_X, 4)
     assert not graph.side.eqns
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_values_of_every_block_that_are_read_after_the_blocks_are_collected(scanned):
+    def loss(p, b):
+        x, seen = b["x"] * p["norm"], []
+        if scanned:
+
+            def body(x, w):
+                y = x + jnp.tanh(x @ w)
+                return y, jnp.sum(y**2, 1)
+
+            x, seen = jax.lax.scan(body, x, jnp.stack(p["first"]))
+            seen = list(seen)
+        else:
+            for w in p["first"]:
+                x = x + jnp.tanh(x @ w)
+                seen.append(jnp.sum(x**2, 1))
+        return jnp.sum(x @ p["head"]) + sum((n + 1) * jnp.sum(s) for n, s in enumerate(seen)), seen[1]
+
+    graph = check(loss, two_towers(4, 2), BATCH_X, 4)
+    assert [stashed_once(graph.chains)[n] for n, a in enumerate(graph.carry_avals) if a.shape == (4, ROWS)] == [True]
