@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from merak_jax.planning.plan import SCHEDULES, Plan, make_table
 from merak_jax.runtime.build import build
 from merak_jax.runtime.initialise import initialise
 from merak_jax.runtime.program import StepProgram
-from merak_jax.runtime.state import DeferredState, PackedState, shapes_key
+from merak_jax.runtime.state import DeferredState, PackedState, StateLayout, shapes_key
 from merak_jax.tracing.microbatch import rows_to_trace
 from merak_jax.tracing.step import abstract, batch_rows, trace, unwrap
 
@@ -204,7 +204,9 @@ class ParallelStep:
     def _runner_for(self, args: Sequence[Any]) -> _Runner:
         key = tuple(_key(a) for a in args)
         if key not in self._runners:
-            self._runners[key] = _Runner(self, self._train_step, [_shapes_of(a) for a in args], self._batch_argnums)
+            stored = {n: a._layout for n, a in enumerate(args) if isinstance(a, PackedState)}
+            shapes = [_shapes_of(a) for a in args]
+            self._runners[key] = _Runner(self, self._train_step, shapes, self._batch_argnums, stored)
         self._latest = self._runners[key]
         return self._latest
 
@@ -260,7 +262,14 @@ def _shapes_of(argument: Any) -> Any:
 class _Runner:
     """The step for one set of shapes: traced once, compiled once."""
 
-    def __init__(self, step: ParallelStep, train_step: Callable, shapes: Sequence[Any], batch_argnums: Sequence[int]):
+    def __init__(
+        self,
+        step: ParallelStep,
+        train_step: Callable,
+        shapes: Sequence[Any],
+        batch_argnums: Sequence[int],
+        stored: Mapping[int, StateLayout],
+    ):
         self.mesh, self.batch_argnums = step.mesh, tuple(batch_argnums)
         bad = [n for n in self.batch_argnums if not 0 <= n < len(shapes)]
         if bad:
@@ -273,7 +282,12 @@ class _Runner:
             if rows == full.rows
             else trace(train_step, shapes, self.batch_argnums, rows=rows_to_trace(full.rows, rows))
         )
-        packable = [n for n in range(len(shapes)) if n not in self.batch_argnums]
+        # A lone scalar beside the state (a loss scale) is an input, not a state: a metric may look just like it.
+        packable = [
+            n
+            for n, shape in enumerate(shapes)
+            if n not in self.batch_argnums and (n == 0 or not jax.tree_util.all_leaves([shape]))
+        ]
         self.program: StepProgram = build(
             full,
             micro,
@@ -282,8 +296,9 @@ class _Runner:
             num_microbatches=step._num_microbatches,
             make_table=functools.partial(make_table, step._schedule),
             packable=packable,
+            given={n: layout for n, layout in stored.items() if layout.mesh == self.mesh and full.is_evaluation},
         )
-        self.plan = describe(self.program, step._schedule, step._num_microbatches)
+        self.plan = describe(self.program, "forward" if full.is_evaluation else step._schedule, step._num_microbatches)
         self.layouts = self.program.layouts
         self.others = [n for n in range(len(shapes)) if n not in self.layouts]
         platform = self.mesh.devices.flat[0].platform
@@ -294,9 +309,10 @@ class _Runner:
         ]
         self.jitted = jax.jit(
             self.program,
-            donate_argnums=(0,) if step._donate else (),
+            # An evaluation leaves the state to the next train step.
+            donate_argnums=(0,) if step._donate and not full.is_evaluation else (),
             in_shardings=([layout.shardings for layout in self.layouts.values()], self.other_shardings),
-            out_shardings=([layout.shardings for layout in self.layouts.values()], None),
+            out_shardings=([layout.shardings for layout in self.program.returned.values()], None),
             compiler_options=_COMPILER_OPTIONS.get({"cuda": "gpu"}.get(platform, platform))
             if self.mesh.size > 1
             else None,
@@ -351,7 +367,7 @@ class _Runner:
                 flat[n] = next(feed)
         packed = {
             argument: PackedState(layout, arrays)
-            for (argument, layout), arrays in zip(self.layouts.items(), new_states)
+            for (argument, layout), arrays in zip(program.returned.items(), new_states)
         }
         children = jax.tree_util.treedef_children(traced.out_tree)
         starts = np.cumsum([0, *(c.num_leaves for c in children)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,37 +15,49 @@ from flax.nnx import graphlib
 
 from merak_jax import _compat
 from merak_jax.errors import PlanError, TraceError
-from merak_jax.objects.graph import PureStep, Returned, Split, holds_objects, is_object, path_string, split
+from merak_jax.objects.graph import (
+    PureStep,
+    Returned,
+    Split,
+    holds_objects,
+    is_object,
+    path_string,
+    split,
+    state_order,
+)
 from merak_jax.objects.values import (
     Creation,
     Deferred,
     Leaf,
+    LooseLeaf,
     PlannedLeaf,
     Stored,
     StoredLeaf,
     assemble,
     aval_of,
     remember,
+    stored_layout,
 )
 from merak_jax.runtime.state import PackedState, StateLayout
 from merak_jax.tracing.step import abstract
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class _Program:
-    """A step for one graph and one set of shapes. `members`: the leaves of each packed array, in the order of the state."""
+    """A step for one graph and one set of shapes, and how its state is stored."""
 
     pure: PureStep
     runner: Any
-    members: tuple[tuple[int, ...], ...]
+    layout: StateLayout
 
-    @property
-    def position(self) -> int:
-        return self.pure.positions[0]
-
-    @property
-    def layout(self) -> StateLayout:
-        return self.runner.layouts[self.position]
+    @functools.cached_property
+    def members(self) -> list[list[int]]:
+        """The leaves of each packed array, by their number in the state."""
+        places = self.layout.places
+        return [
+            sorted(self.layout.leaves_of(number), key=lambda i: places[i].lane or 0)
+            for number in range(len(self.layout.specs))
+        ]
 
 
 class ObjectStep:
@@ -53,7 +66,7 @@ class ObjectStep:
 
     def __init__(self, function: Callable, batch_argnums: Sequence[int], make_runner: Callable):
         self.function, self.batch_argnums, self.make_runner = function, tuple(batch_argnums), make_runner
-        self.programs: dict[Any, _Program] = {}
+        self.programs: dict[Any, dict[Any, _Program]] = {}
         self._changes_in_a_row = 0
 
     def program(self, args: Sequence[Any], shapes_of: Callable, key_of: Callable) -> tuple[_Program, Split]:
@@ -69,23 +82,26 @@ class ObjectStep:
             tuple((s.shape, s.dtype) for s in shapes),
             tuple(None if n in positions else key_of(a) for n, a in enumerate(args)),
         )
-        if key in self.programs:
-            return self.programs[key], parts
-        batch = self._batch(args, positions)
-        pure = PureStep(self.function, parts, positions, names)
-        pure_shapes = [() if n in positions else shapes_of(a) for n, a in enumerate(args)]
-        pure_shapes[positions[0]] = pure.state(shapes)
-        _compat.allow_deferred_values(Deferred)
-        with _compat.guarded_variables(_refusals(parts)):
-            runner = self.make_runner(pure, pure_shapes, batch)
-        members = []
-        if positions[0] in runner.layouts:
-            layout = runner.layouts[positions[0]]
-            for number in range(len(layout.specs)):
-                own = sorted(layout.leaves_of(number), key=lambda i: layout.places[i].lane or 0)
-                members.append(tuple(own))
-        self.programs[key] = _Program(pure, runner, tuple(members))
-        return self.programs[key], parts
+        known = self.programs.setdefault(key, {})
+        outcome = next(iter(known.values())).pure.outcome if known else None
+        given = None
+        if outcome is None or outcome.evaluates:
+            # An evaluation takes its arguments as the train step has stored them; another way of storing is another program.
+            order, tree, paths = state_order(parts)
+            given = stored_layout(tree, paths, [shapes[i] for i in order], [leaves[i] for i in order])
+        stored_as = (given.places, given.specs, given.lanes, given.mesh) if given is not None else None
+        if outcome is not None and not outcome.evaluates:
+            return next(iter(known.values())), parts
+        if stored_as not in known:
+            batch = self._batch(args, positions)
+            pure = PureStep(self.function, parts, positions, names)
+            pure_shapes = [() if n in positions else shapes_of(a) for n, a in enumerate(args)]
+            pure_shapes[positions[0]] = pure.state(shapes)
+            _compat.allow_deferred_values(Deferred)
+            with _compat.guarded_variables(_refusals(parts)):
+                runner = self.make_runner(pure, pure_shapes, batch, {} if given is None else {positions[0]: given})
+            known[stored_as] = _Program(pure, runner, runner.layouts[positions[0]])
+        return known[stored_as], parts
 
     def __call__(self, args: Sequence[Any], program: _Program, parts: Split) -> Any:
         """Run the step, write the new values into the user's objects, return what the step returns."""
@@ -93,16 +109,20 @@ class ObjectStep:
         leaves = [leaf for slot in parts.slots for leaf in slot.leaves]
         arrays = assemble(layout, program.members, [leaves[i] for i in pure.order])
         pure_args = [() if n in pure.positions else a for n, a in enumerate(args)]
-        pure_args[program.position] = PackedState(layout, arrays)
+        pure_args[pure.positions[0]] = PackedState(layout, arrays)
         state, extra, *returned = program.runner(pure_args)
-        stored = [
-            Stored(layout, number, array, len(own))
-            for number, (array, own) in enumerate(zip(state._arrays, program.members))
-        ]
+        outcome = pure.outcome
+        assert outcome is not None
+        if not outcome.evaluates:
+            arrays = state._arrays
+        stored = [Stored(layout, n, array, len(own)) for n, (array, own) in enumerate(zip(arrays, program.members))]
         new: list[Any] = [None] * len(leaves)
         for p, i in enumerate(pure.order):
             new[i] = StoredLeaf(stored[layout.places[p].array], p)
-        return self._write_back(pure, parts, new, extra, returned)
+            if outcome.evaluates and isinstance(leaves[i], StoredLeaf) and leaves[i].stored.array is new[i].stored.array:
+                new[i] = leaves[i]
+        changed = dict(zip(outcome.changed, state)) if outcome.evaluates else {}
+        return self._write_back(pure, parts, new, changed, extra, returned)
 
     def lower(self, args: Sequence[Any], program: _Program) -> Any:
         """JAX's lowered step; values are not needed."""
@@ -164,28 +184,28 @@ class ObjectStep:
             return Returned(x.graphdef, x.variables, values)
 
         returned = [jax.tree.map(ready, part, is_leaf=_is_returned) for part in returned]
-        return self._write_back(pure, parts, new, extra, returned)
+        return self._write_back(pure, parts, new, {}, extra, returned)
 
-    def _write_back(self, pure: PureStep, parts: Split, new: list, extra: list, returned: list) -> Any:
-        """Write the leaves `new` of all slots and the values `extra` into the user's objects; the rebuilt return value."""
+    def _write_back(
+        self, pure: PureStep, parts: Split, new: list, changed: dict[int, Any], extra: list, returned: list
+    ) -> Any:
+        """Write into the user's objects: the leaves `new` of all slots, or whole values for the slots `changed`, and the values
+        `extra`. Returns the rebuilt return value."""
         outcome = pure.outcome
         assert outcome is not None
         nodes = graphlib.IndexMap(parts.nodes)
+        whole = {**changed, **{k: extra[n] for k, n in outcome.replaced.items()}}
         values: list[Any] = []
         feed = iter(new)
         for k, slot in enumerate(parts.slots):
             leaves = [next(feed) for _ in slot.leaves]
-            if k in outcome.replaced:
-                values.append(extra[outcome.replaced[k]])
-            elif slot.is_variable:
-                values.append(Deferred(slot.tree, leaves))
-            elif outcome.same_graph:
-                values.append(slot.holder)
-                remember(slot.holder, leaves[0])
-            else:
-                values.append(leaves[0].read())
-                remember(values[-1], leaves[0])
-            if slot.is_variable:
+            if not slot.is_variable:
+                values.append(slot.holder if outcome.same_graph else whole[k] if k in whole else leaves[0].read())
+                if k not in whole:
+                    remember(values[-1], leaves[0])
+                continue
+            values.append(_loose(whole[k]) if k in whole else Deferred(slot.tree, leaves))
+            if k in whole or any(a is not b for a, b in zip(leaves, slot.leaves)):
                 _compat.set_variable(slot.holder, values[-1])
         created = nodes
         if outcome.same_graph:
@@ -257,6 +277,14 @@ def _has_dimensions(tree: Any) -> bool:
 
 def _is_returned(x: Any) -> bool:
     return isinstance(x, Returned)
+
+
+def _loose(value: Any) -> Any:
+    """A whole value that the step returned, for a variable: gathered when read."""
+    leaves, tree = jax.tree.flatten(value)
+    if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        return value
+    return Deferred(tree, [LooseLeaf(leaf) for leaf in leaves])
 
 
 def _deferred(value: Any) -> Deferred:

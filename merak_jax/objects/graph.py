@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.errors
@@ -83,6 +83,16 @@ def split(objects: tuple[Any, ...], names: Sequence[str]) -> Split:
     return Split(graphdef, tuple(slots), {i: node for node, i in index.items()})
 
 
+def state_order(parts: Split) -> tuple[list[int], Any, list[str]]:
+    """For each leaf of the state its number among the leaves of all slots; the state's structure; its leaves' paths."""
+    count, numbered = 0, {}
+    for slot in parts.slots:
+        numbered[slot.path] = jax.tree.unflatten(slot.tree, range(count, count + slot.tree.num_leaves))
+        count += slot.tree.num_leaves
+    leaves, tree = jax.tree_util.tree_flatten_with_path(nnx.from_flat_state(numbered))
+    return [number for _, number in leaves], tree, [jax.tree_util.keystr(keys) for keys, _ in leaves]
+
+
 def _check_kind(variable: Any, path: tuple[Any, ...]) -> None:
     if not issubclass(type(variable), nnx.Variable) or variable.ref:
         kind = "hijax" if not issubclass(type(variable), nnx.Variable) else "ref"
@@ -121,7 +131,8 @@ class Outcome:
 
     `graphdef`: the graph after the step; nodes that were there before have their old number as outer index.
     `sources`: for each value of that graph, ("slot", n) or ("extra", n). `replaced`: slots whose value has another shape or
-    type after the step, and the number of the extra value. `same_graph`: writing the slots is all that is to do.
+    type after the step, and the number of the extra value. `same_graph`: writing the slots is all that is to do. `evaluates`:
+    the step takes no gradient; then `changed` are the slots with new values, and only these are returned.
     """
 
     graphdef: Any
@@ -129,6 +140,8 @@ class Outcome:
     replaced: dict[int, int]
     same_graph: bool
     returns_tuple: bool
+    evaluates: bool
+    changed: tuple[int, ...]
 
 
 class PureStep:
@@ -136,7 +149,8 @@ class PureStep:
 
     `state` is an `nnx.State` of the values of all nnx arguments, argument number `positions[0]`; the other nnx arguments are
     empty. `extra` are values that the step added to the objects. `outcome` is set by the first trace. Without nnx arguments
-    there is no `state` among the arguments.
+    there is no `state` among the arguments. A step that takes no gradient and changes little (an evaluation) returns a list of
+    the values that it changed for `new_state`, so that the others stay where they are.
     """
 
     def __init__(self, function: Callable, split: Split, positions: Sequence[int], names: Sequence[str]):
@@ -147,13 +161,8 @@ class PureStep:
         self.trees = tuple(slot.tree for slot in split.slots)
         self.indices = tuple(slot.index for slot in split.slots)
         self.outcome: Outcome | None = None
-        count, numbered = 0, []
-        for tree in self.trees:
-            numbered.append(jax.tree.unflatten(tree, range(count, count + tree.num_leaves)))
-            count += tree.num_leaves
-        state = self._state(numbered)
         # Leaf p of the state is leaf `order[p]` of the slots.
-        self.order, self.state_tree = jax.tree.flatten(state)
+        self.order, self.state_tree, _ = state_order(split)
 
     def _state(self, values: Sequence[Any]) -> nnx.State:
         return nnx.from_flat_state(dict(zip(self.paths, values)))
@@ -175,16 +184,24 @@ class PureStep:
         # Containers in a value are the step's own, so that it may change them: `values` keeps the old leaves.
         objects = nnx.unflatten(self.graphdef, [jax.tree.map(lambda x: x, v) for v in values], index_ref=nodes)
         args = tuple(objects[self.positions.index(n)] if n in self.positions else a for n, a in enumerate(args))
+        gradients: list[Any] = []
+
+        def noted(original, fun, *primals, has_aux):
+            gradients.append(fun)
+            return original(fun, *primals, has_aux=has_aux)
+
         try:
-            returned = self.function(*args)
+            with _compat.replaced_vjp(noted):
+                returned = self.function(*args)
         except flax.errors.TraceContextError as error:
+            reason = str(error).split(" (http")[0]
             raise TraceError(
-                f"{_last_user_line(error)} changes an nnx object that is not an argument of the train step ({error}); pass the "
+                f"{_last_user_line(error)} changes an nnx object that is not an argument of the train step ({reason}); pass the "
                 "module, optimizer, metric or rngs that it belongs to as an argument: captured ones are constants"
             ) from error
-        return self._result(objects, nodes, values, returned)
+        return self._result(objects, nodes, values, returned, bool(gradients))
 
-    def _result(self, objects: Any, nodes: Any, before: list, returned: Any) -> tuple:
+    def _result(self, objects: Any, nodes: Any, before: list, returned: Any, took_gradient: bool) -> tuple:
         outer = graphlib.RefMap()
         for index, node in nodes.items():
             outer[node] = index
@@ -220,6 +237,9 @@ class PureStep:
         arrays_changed = any(
             after[k] is not before[k] or k in replaced for k, index in enumerate(self.indices) if index is None
         )
+        changed = tuple(k for k in range(len(after)) if not _same_leaves(after[k], before[k]))
+        # A step that changes most of its state and takes no gradient is told so by the tracing.
+        evaluates = not took_gradient and 2 * _size(after[k] for k in changed) <= _size(before)
         if self.outcome is None:
             self.outcome = Outcome(
                 graphdef=graphdef,
@@ -227,6 +247,8 @@ class PureStep:
                 replaced=replaced,
                 same_graph=graphdef == self.graphdef.with_same_outer_index() and not arrays_changed,
                 returns_tuple=type(returned) is tuple,
+                evaluates=evaluates,
+                changed=changed,
             )
 
         def stop(x):
@@ -242,7 +264,17 @@ class PureStep:
 
         parts = returned if type(returned) is tuple else (returned,)
         parts = tuple(jax.tree.map(pure, part, is_leaf=stop) for part in parts)
-        return (self._state(after), extra, *parts)
+        return ([after[k] for k in changed] if evaluates else self._state(after), extra, *parts)
+
+
+def _same_leaves(after: Any, before: Any) -> bool:
+    return all(a is b for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before)))
+
+
+def _size(values: Iterable[Any]) -> int:
+    """How many floating point numbers."""
+    leaves = [x for value in values for x in jax.tree.leaves(value) if hasattr(x, "dtype")]
+    return sum(x.size for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact))
 
 
 def _same_types(value: Any, before: Any) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from merak_jax.errors import StateError
 from merak_jax.runtime.initialise import initialise
-from merak_jax.runtime.state import StateLayout
+from merak_jax.runtime.state import Place, StateLayout
 
 
 class Stored:
@@ -40,14 +40,15 @@ class StoredLeaf:
 
     def read(self) -> Any:
         """The whole leaf, a copy. StateError when its array was donated to a step that then failed."""
-        array, lanes = self.stored.array, self.stored.layout.lanes
+        array, layout = self.stored.array, self.stored.layout
         if array.is_deleted():
             raise StateError(
-                f"the value of {self.stored.layout.paths[self.leaf]} was donated to a step that failed while it ran, and is "
+                f"the value of {layout.paths[self.leaf]} was donated to a step that failed while it ran, and is "
                 "gone; restore a checkpoint, or keep values alive with parallelize(..., donate=False)"
             )
         if self.lane is None:
             return gathered(array)
+        lanes = layout.lane_layout(self.stored.number)
         if self.lane == -1:
             return gathered(array, then=lanes.unpack_stack)
         return gathered(array, at=lanes.places[self.lane])
@@ -91,7 +92,22 @@ class PlannedLeaf:
         return self.creation.make()[self.number]
 
 
-Leaf = StoredLeaf | PlannedLeaf
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class LooseLeaf:
+    """A whole array on the mesh that belongs to no layout."""
+
+    array: Any
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype)
+
+    def read(self) -> Any:
+        """A copy on the default device."""
+        return gathered(self.array)
+
+
+Leaf = StoredLeaf | PlannedLeaf | LooseLeaf
 
 
 class Deferred:
@@ -174,7 +190,7 @@ def assemble(layout: StateLayout, members: Sequence[Sequence[int]], leaves: Sequ
     planned: dict[Creation, list[int]] = {}
     anew: list[int] = []
     for number, own in enumerate(members):
-        stored = _common_array(layout, own, leaves)
+        stored = _common_array(layout, number, own, leaves)
         if stored is not None:
             changed = [i for i in own if not _is_in(leaves[i], stored)]
             array, sharding = stored.array, layout.shardings[number]
@@ -184,7 +200,7 @@ def assemble(layout: StateLayout, members: Sequence[Sequence[int]], leaves: Sequ
                 array = _copy(array)
             used.add(id(stored))
             for i in changed:
-                array = _replaced(array, _value(leaves[i]), *layout.lanes.places[layout.places[i].lane or 0])
+                array = _replaced(array, _value(leaves[i]), *layout.lane_layout(number).places[layout.places[i].lane or 0])
             arrays[number] = array
         elif all(isinstance(leaves[i], PlannedLeaf) for i in own) and len({leaves[i].creation for i in own}) == 1:
             planned.setdefault(leaves[own[0]].creation, []).append(number)
@@ -205,6 +221,8 @@ def assemble(layout: StateLayout, members: Sequence[Sequence[int]], leaves: Sequ
 
 
 def _value(leaf: Any) -> Any:
+    if isinstance(leaf, LooseLeaf):
+        return leaf.array
     return leaf.read() if isinstance(leaf, Leaf) else leaf
 
 
@@ -212,18 +230,41 @@ def _is_in(leaf: Any, stored: Stored) -> bool:
     return isinstance(leaf, StoredLeaf) and leaf.stored is stored
 
 
-def _common_array(layout: StateLayout, own: Sequence[int], leaves: Sequence[Any]) -> Stored | None:
-    """The stored array that has the leaves `own` as `layout` wants them, but for fewer than half that were changed."""
+def _common_array(layout: StateLayout, number: int, own: Sequence[int], leaves: Sequence[Any]) -> Stored | None:
+    """The stored array that has the leaves `own` as array `number` of `layout`, but for fewer than half that were changed."""
     inside = [i for i in own if isinstance(leaves[i], StoredLeaf)]
     if not inside:
         return None
     stored = leaves[inside[0]].stored
     inside = [i for i in inside if leaves[i].stored is stored]
     same_places = all(leaves[i].lane == layout.places[i].lane for i in inside)
-    lanes_match = layout.places[own[0]].lane is None or layout.lanes == stored.layout.lanes
+    lanes_match = layout.lanes[number] == stored.layout.lanes[stored.number]
     if 2 * len(inside) <= len(own) or stored.num_leaves != len(own) or not same_places or not lanes_match:
         return None
     return None if stored.array.is_deleted() else stored
+
+
+def stored_layout(tree: Any, paths: Sequence[str], avals: Sequence[Any], leaves: Sequence[Any]) -> StateLayout | None:
+    """The layout in which `leaves` are stored already, those that aren't whole; None where stored arrays have other leaves too."""
+    stored: dict[Stored, int] = {}
+    for leaf in leaves:
+        if isinstance(leaf, StoredLeaf):
+            stored.setdefault(leaf.stored, 0)
+            stored[leaf.stored] += 1
+    meshes = {s.layout.mesh for s in stored}
+    if len(meshes) != 1 or any(s.num_leaves != count for s, count in stored.items()):
+        return None
+    number: dict[Any, int] = {}
+    places, specs, lanes = [], [], []
+    for i, leaf in enumerate(leaves):
+        own = leaf.stored if isinstance(leaf, StoredLeaf) else i
+        if own not in number:
+            number[own] = len(number)
+            is_stored = isinstance(own, Stored)
+            specs.append(own.layout.specs[own.number] if is_stored else jax.P())
+            lanes.append(own.layout.lanes[own.number] if is_stored else None)
+        places.append(Place(number[own], leaf.lane if isinstance(leaf, StoredLeaf) else None))
+    return StateLayout(tree, tuple(paths), tuple(avals), tuple(places), tuple(specs), tuple(lanes), meshes.pop())
 
 
 def _part(layout: StateLayout, members: Sequence[Sequence[int]], numbers: Sequence[int]) -> StateLayout:
@@ -237,6 +278,7 @@ def _part(layout: StateLayout, members: Sequence[Sequence[int]], numbers: Sequen
         avals=tuple(layout.avals[i] for i in own),
         places=tuple(dataclasses.replace(layout.places[i], array=new_number[layout.places[i].array]) for i in own),
         specs=tuple(layout.specs[number] for number in numbers),
+        lanes=tuple(layout.lanes[number] for number in numbers),
     )
 
 

@@ -7,6 +7,7 @@ import io
 import json
 from typing import Any
 
+from merak_jax.schedules.forward_only import forward_only
 from merak_jax.schedules.gpipe import gpipe
 from merak_jax.schedules.one_f_one_b import one_f_one_b
 from merak_jax.schedules.ticks import TickTable, lower
@@ -53,7 +54,8 @@ class Plan:
     @property
     def bubble_share(self) -> float:
         """Share of the time that a stage idles, blocks taken as equal and B as recompute plus two forwards."""
-        return float(self.table.bubble_share(FORWARD, BACKWARD + (RECOMPUTE if self.pipe > 1 else 0.0)))
+        backward = 0.0 if self.schedule == "forward" else BACKWARD + (RECOMPUTE if self.pipe > 1 else 0.0)
+        return float(self.table.bubble_share(FORWARD, backward))
 
     def draw(self, path: str, **options: Any) -> str:
         """Write the timeline as SVG or PNG, by the ending of `path`; returns the path."""
@@ -113,7 +115,9 @@ class Plan:
 
 
 def make_table(schedule: str, stages: int, microbatches: int) -> TickTable:
-    """The tick table of a schedule by name."""
+    """The tick table of a schedule by name; "forward" is that of an evaluation."""
+    if schedule == "forward":
+        return forward_only(stages, microbatches)
     return lower(SCHEDULES[schedule](stages, microbatches))
 
 

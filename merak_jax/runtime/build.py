@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +12,14 @@ from jax.sharding import Mesh
 from merak_jax.errors import NoRepeatedBlocksError, PlanError
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.partition.work import balanced_counts, flops
-from merak_jax.runtime.groups import find_state_groups
+from merak_jax.runtime.groups import StateGroups, find_state_groups, known_groups, stack_leaves
 from merak_jax.runtime.loss import LossProgram, block_inputs, output_status, separate, wanted_gradients
 from merak_jax.runtime.pipeline import Pipeline
 from merak_jax.runtime.program import StepProgram
-from merak_jax.runtime.reroll import Rerolled
+from merak_jax.runtime.reroll import Rerolled, lane_leaves
 from merak_jax.runtime.sharding import choose_shardings
+from merak_jax.runtime.state import StateLayout
+from merak_jax.schedules.forward_only import forward_only
 from merak_jax.schedules.ticks import TickTable
 from merak_jax.tracing.inline import make_jaxpr
 from merak_jax.tracing.step import TracedStep
@@ -32,8 +34,11 @@ def build(
     num_microbatches: int,
     make_table: Callable[[int, int], TickTable],
     packable: Sequence[int],
+    given: Mapping[int, StateLayout],
 ) -> StepProgram:
     """Wire the passes for one set of argument shapes; `rows`: of one local microbatch.
+
+    `given`: layouts in which arguments of an evaluation are stored already.
 
     Raises NotSeparableError and NoRepeatedBlocksError.
     """
@@ -53,13 +58,15 @@ def build(
     program = loss.graph.program
     counts = balanced_counts([flops(c.body) for c in chains], [c.length for c in chains], stages)
     chain_layouts = [LaneLayout(n) for n in counts]
-    lane_groups, stack_inputs = block_inputs(loss, full.num_loss_constants, chain_layouts)
     operands = full.equation.invars
+    known, known_specs = known_groups(full, given)
 
     def outer(var: Var):
         source = loss.inputs[var]
         return operands[source.index] if source.kind == "operand" else None
 
+    chain_layouts = _as_stored(loss, chain_layouts, known, outer)
+    lane_groups, stack_inputs = block_inputs(loss, full.num_loss_constants, chain_layouts)
     jaxpr = full.jaxpr.jaxpr
     # One program for what comes before and after the gradient call: the call's results are inputs of it.
     step = make_jaxpr(
@@ -69,26 +76,32 @@ def build(
         [e for e in jaxpr.eqns if e is not full.equation],
     )
     state_outputs = find_state_outputs(full, packable)
+    # An evaluation reads the state as the train step stores it.
+    stored = list(packable) if full.is_evaluation else list(state_outputs)
     groups = find_state_groups(
         full,
         step,
         {tuple(outer(v) for v in g): layout for g, layout in lane_groups.items() if outer(g[0]) is not None},
         {outer(v): layout for v, layout in stack_inputs.items() if outer(v) is not None},
-        set(state_outputs),
+        set(stored) - set(given),
     )
+    groups = StateGroups({**groups.lanes, **known.lanes}, {**groups.stacks, **known.stacks}, groups.follows)
     in_groups = {v for g in groups.lanes for v in g} | set(groups.stacks)
-    whole_leaves = [v for v, a in zip(jaxpr.invars, full.leaf_argument) if a in state_outputs and v not in in_groups]
+    whole_leaves = [v for v, a in zip(jaxpr.invars, full.leaf_argument) if a in stored and v not in in_groups]
     shardings = choose_shardings(loss.found, mesh, lane_groups, stack_inputs, groups, outer, whole_leaves)
     if stages == 1:
         # The loss runs as the user wrote it, and the state is stored so.
         shardings, groups = shardings.unpacked(), groups.unpacked()
         lane_groups, stack_inputs, chain_layouts = {}, {}, []
+    shardings.stored.update(known_specs)
     prepare = Rerolled(program, lane_groups, stack_inputs)
     gradient_groups, gradient_stacks = _gradient_groups(full, loss, lane_groups, stack_inputs)
     update = Rerolled(step, {**groups.lanes, **gradient_groups}, {**groups.stacks, **gradient_stacks})
-    layouts = groups.layouts(full, mesh, shardings.stored, list(state_outputs))
+    layouts = groups.layouts(full, mesh, shardings.stored, stored)
     shared, shared_gradient, lane_gradient = wanted_gradients(loss, full.num_loss_constants)
-    table = make_table(stages, num_microbatches) if stages > 1 else None
+    table = None
+    if stages > 1:
+        table = (forward_only if full.is_evaluation else make_table)(stages, num_microbatches)
     whole = full.rows == rows
     pipeline = Pipeline(
         graph=loss.graph,
@@ -104,6 +117,7 @@ def build(
         shared_specs=shardings.shared(shared),
         lane_gradient=lane_gradient,
         lane_specs=shardings.lane_operands if stages > 1 else (),
+        differentiated=not full.is_evaluation,
     )
     return StepProgram(
         full,
@@ -119,6 +133,17 @@ def build(
         stack_inputs,
         state_outputs,
     )
+
+
+def _as_stored(loss: LossProgram, layouts: Sequence[LaneLayout], known: StateGroups, outer) -> list[LaneLayout]:
+    """The layout of each chain: that of its parameters where they are stored already."""
+    found = []
+    for chain, layout in zip(loss.found.chains, layouts):
+        groups = lane_leaves(loss.found.program, [s.values for s in chain.slots if s.stack is None])
+        stacks = stack_leaves(loss.found.program, [s.stack for s in chain.slots if s.stack is not None], chain.length)
+        stored = [known.lanes.get(tuple(outer(v) for v in g)) for g in groups] + [known.stacks.get(outer(v)) for v in stacks]
+        found.append(next((s for s in stored if s is not None), layout))
+    return found
 
 
 def _gradient_groups(full: TracedStep, loss: LossProgram, lane_groups, stack_inputs):
@@ -164,7 +189,7 @@ def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int,
             result[argument] = positions
             used.update(positions)
             break
-    if not result:
+    if not result and not traced.is_evaluation:
         raise PlanError(
             "the train step does not return a new state with the structure, shapes and types of the state it takes"
             f"{mismatch}; return (new_state, metrics)"

@@ -61,6 +61,27 @@ class StateGroups:
         return result
 
 
+def known_groups(
+    traced: TracedStep, given: Mapping[int, StateLayout]
+) -> tuple[StateGroups, dict[Any, PartitionSpec]]:
+    """The groups of arguments that are stored already, and the sharding of each group, stack and whole leaf of them."""
+    lanes: dict[tuple[Var, ...], LaneLayout] = {}
+    stacks: dict[Var, LaneLayout] = {}
+    specs: dict[Any, PartitionSpec] = {}
+    for argument, layout in given.items():
+        leaves = [v for v, n in zip(traced.jaxpr.jaxpr.invars, traced.leaf_argument) if n == argument]
+        for number, spec in enumerate(layout.specs):
+            members = sorted(layout.leaves_of(number), key=lambda i: layout.places[i].lane or 0)
+            lane = layout.places[members[0]].lane
+            key: Any = leaves[members[0]] if lane is None or lane == -1 else tuple(leaves[i] for i in members)
+            specs[key] = spec
+            if lane == -1:
+                stacks[key] = layout.lane_layout(number)
+            elif lane is not None:
+                lanes[key] = layout.lane_layout(number)
+    return StateGroups(lanes, stacks, {}), specs
+
+
 def find_state_groups(
     traced: TracedStep,
     step: Jaxpr,

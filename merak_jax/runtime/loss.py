@@ -68,9 +68,17 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> Los
             # What the step made of the whole batch beforehand (a token count) is a constant for the loss; so are keys and counters.
             constant = bits & BATCH or (isinstance(a, Var) and _is_key_or_counter(a.aval))
             domains.append(Domain.CONSTANT if constant else Domain(bits & PARAMETER))
-    _check_loss_reads(full, domains, depends)
+    if not full.is_evaluation:
+        _check_loss_reads(full, domains, depends)
     proved = microbatch(
-        full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=rows, rows_traced=micro.rows
+        full.loss,
+        micro.loss,
+        statuses,
+        domains,
+        rows_full=full.rows,
+        rows_micro=rows,
+        rows_traced=micro.rows,
+        differentiated=not full.is_evaluation,
     )
     program, constants = constants_to_inputs(proved.pipeline)
     count = len(operands)

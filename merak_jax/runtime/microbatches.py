@@ -55,7 +55,7 @@ class Run:
     def epilogue(self, carry, shared, rows) -> tuple[Any, list[Any]]:
         """`(loss, all outputs)` of a microbatch."""
         outputs = evaluate(self.graph.epilogue, [], *carry, *self.values(self.graph.epilogue_shared, shared), *rows)
-        return outputs[0], outputs
+        return outputs[0] if outputs else None, outputs
 
     # Sharding of what is accumulated.
 

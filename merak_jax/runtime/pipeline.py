@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from merak_jax.partition.blocks import BlockGraph
+from merak_jax.partition.chains import stashed_once
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.runtime.microbatches import Run
 from merak_jax.runtime.rows import rows_back, rows_first
@@ -51,6 +52,7 @@ class Pipeline:
     shared_specs: tuple[PartitionSpec, ...]
     lane_gradient: tuple[bool, ...]
     lane_specs: tuple[PartitionSpec, ...]
+    differentiated: bool = True
 
     def __call__(self, lanes: Sequence[Any], shared: Sequence[Any], batch: Sequence[Any]):
         """`(outputs of the epilogue over the whole batch, lane gradients, shared gradients)`.
@@ -102,6 +104,9 @@ class _WholeRun(Run):
     def gradients(self):
         """The loss and its gradient with all blocks on one stage."""
 
+        if not self.p.differentiated:
+            return self.outputs(), [], []
+
         def loss(shared_part, m):
             return self.epilogue([], merge(self.wanted, shared_part, self.shared), self.microbatch(m))
 
@@ -115,6 +120,14 @@ class _WholeRun(Run):
         state = (self.zero_outputs(), self.zero_shared_sums())
         state, _ = lax.scan(body, state, jnp.arange(self.p.num_microbatches))
         return self.finish(state[0]), [], state[1]
+
+    def outputs(self) -> list[Any]:
+        """The outputs alone."""
+
+        def body(outputs, m):
+            return self.collect(outputs, self.epilogue([], self.shared, self.microbatch(m))[1], m), None
+
+        return self.finish(lax.scan(body, self.zero_outputs(), jnp.arange(self.p.num_microbatches))[0])
 
 
 class _TickRun(Run):
@@ -134,6 +147,7 @@ class _TickRun(Run):
             graph.chain_shared,
             tuple(gradient[v] for v in graph.chain_shared),
             graph.side_rows,
+            stashed_once(graph.chains) if pipeline.differentiated else (True,) * len(graph.carry_avals),
             self.constrain_lane_sums,
         )
 
@@ -176,11 +190,11 @@ class _TickRun(Run):
         assert table is not None
         depth = max(1, int(self.counts.sum(1).max()))
         lead = (self.stages,)
-        floats = self.stage.carry_float
+        floats = self.stage.carry_float if self.p.differentiated else [False] * len(avals)
         state = {
             "stash": [
                 empty_buffer((*lead, table.num_stash_slots, *(() if same else (depth,)), *a.shape), a.dtype)
-                for a, same in zip(avals, self.stage.carry_constant)
+                for a, same in zip(avals, self.stage.once)
             ],
             "inbox": [
                 empty_buffer((*lead, table.num_cotangent_slots, *a.shape), a.dtype) for a in select(floats, avals)
@@ -230,7 +244,7 @@ class _TickRun(Run):
     def _tick(self, state, column, phase, present, always):
         """One tick: store what arrived, F on every stage, the epilogue, B on every stage."""
         if present["store_arrived"]:
-            places = [() if same else (0,) for same in self.stage.carry_constant]
+            places = [() if same else (0,) for same in self.stage.once]
             state["stash"] = self._receive(state["stash"], state["arrived"], column["store_arrived"], places)
         if present["store_returned"]:
             state["inbox"] = self._receive(
@@ -282,7 +296,7 @@ class _TickRun(Run):
         def body(run, stage, own, first):
             m, slot, count = own["m"], jnp.maximum(own["slot"], 0), own["count"]
             arrived = [
-                take(s, slot) if same else take(s, slot, 0) for s, same in zip(own["stash"], self.stage.carry_constant)
+                take(s, slot) if same else take(s, slot, 0) for s, same in zip(own["stash"], self.stage.once)
             ]
             carry = [jnp.where(stage == 0, x, a) for x, a in zip(first, arrived)]
             side = run.side(run.microbatch(jnp.maximum(m, 0)))
@@ -310,6 +324,9 @@ class _TickRun(Run):
     def _run_epilogue(self, state, carry, m, valid):
         """Collect the outputs of a microbatch that left the last stage; the cotangent of its carry."""
         rows, floats = self.microbatch(m), self.stage.carry_float
+        if not self.p.differentiated:
+            state["outputs"] = self.collect(state["outputs"], self.epilogue(carry, self.shared, rows)[1], m, valid)
+            return None
 
         def loss(carry_part, shared_part):
             return self.epilogue(merge(floats, carry_part, carry), merge(self.wanted, shared_part, self.shared), rows)

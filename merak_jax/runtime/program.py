@@ -39,10 +39,15 @@ class StepProgram:
     stack_inputs: dict[Var, LaneLayout]
     state_outputs: dict[int, tuple[int, ...]]
 
+    @property
+    def returned(self) -> dict[int, StateLayout]:
+        """The layouts of the stored arguments that the step returns."""
+        return {n: layout for n, layout in self.layouts.items() if n in self.state_outputs}
+
     # The step.
 
     def __call__(self, states: Sequence[Sequence[Any]], others: Sequence[Any]):
-        """New arrays of each packed argument, and the step's other outputs, flat.
+        """New arrays of each packed argument that the step returns, and the step's other outputs, flat.
 
         `states`: stored arrays of the packed arguments in argument order; `others`: leaves of the other arguments.
         """
@@ -120,7 +125,16 @@ class StepProgram:
             piped[n] if n in piped else rest[n] if n in rest else inputs.value(a)
             for n, a in enumerate(graph.program.outvars)
         ]
+        outputs = self._postcompute(before, outputs)
         return outputs, inputs.by_result(wanted, gradients)
+
+    def _postcompute(self, before: Evaluation, outputs: Sequence[Any]) -> list[Any]:
+        """The loss's outputs from those of the pipeline."""
+        post = self.loss.loss.postcompute
+        operands = self.traced.equation.invars
+        read = {a for e in post.jaxpr.eqns for a in e.invars} | {a for a in post.jaxpr.outvars if isinstance(a, Var)}
+        values = [before.whole(a) if v in read else None for v, a in zip(post.jaxpr.invars, operands)]
+        return evaluate(post.jaxpr, post.consts, *values, *outputs)
 
     def _is_prepared_output(self, n: int) -> bool:
         """Whether an output of the loss comes from parameters and constants alone."""
@@ -152,7 +166,7 @@ class StepProgram:
         outvars = self.traced.jaxpr.jaxpr.outvars
         new_states = []
         taken: set[int] = set()
-        for argument, layout in self.layouts.items():
+        for argument, layout in self.returned.items():
             positions = self.state_outputs[argument]
             taken.update(positions)
             arrays = []

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from merak_jax.partition.chains import Chain, stashed_once
+from merak_jax.partition.chains import Chain
 from merak_jax.tracing.jaxprs import evaluate
 
 
@@ -31,7 +31,8 @@ class Stage:
 
     `lane_gradient`: per chain, which lane operands of its body gradients are wanted for. `shared`, `side`: the variables of the
     shared values and of the rows that are given; `shared_gradient`: which of the shared ones gradients are wanted for.
-    `constrain_lanes(sums, chain)` keeps accumulators of lane gradients where they belong.
+    `once`: which values of the carry are stashed once and not per block. `constrain_lanes(sums, chain)` keeps accumulators of
+    lane gradients where they belong.
     """
 
     chains: tuple[Chain, ...]
@@ -39,16 +40,12 @@ class Stage:
     shared: tuple[Any, ...]
     shared_gradient: tuple[bool, ...]
     side: tuple[Any, ...]
+    once: tuple[bool, ...]
     constrain_lanes: Callable[[Sequence[Any], int], list[Any]]
 
     @functools.cached_property
     def carry_float(self) -> tuple[bool, ...]:
         return tuple(is_differentiable(aval) for aval in self.chains[0].carry_avals)
-
-    @functools.cached_property
-    def carry_constant(self) -> tuple[bool, ...]:
-        """Which values of the carry are stashed once, not per block: no block changes them, or no derivative reads them."""
-        return stashed_once(self.chains)
 
     def _given(self, chain: Chain, shared, side) -> tuple[list[Any], list[Any]]:
         """What the blocks of a chain read, of all that is given."""
@@ -58,11 +55,11 @@ class Stage:
     def forward(self, carry, lanes, shared, side, stash, slot, counts):
         """Run `counts[c]` blocks of each chain c from `carry`; `(last carry, stash with each block's input)`.
 
-        `lanes`: per chain `[N, ...]` each; `stash`: per carry value `[slots, N, ...]`, or `[slots, ...]` where it is constant.
+        `lanes`: per chain `[N, ...]` each; `stash`: per carry value `[slots, N, ...]`, or `[slots, ...]` where it is stashed once.
         Counts may differ per stage, also be 0.
         """
         carry, stash = list(carry), list(stash)
-        stash = [put(s, c, slot) if same else s for s, c, same in zip(stash, carry, self.carry_constant)]
+        stash = [put(s, c, slot) if same else s for s, c, same in zip(stash, carry, self.once)]
         start: Any = 0
         for number, chain in enumerate(self.chains):
             own_shared, rows = self._given(chain, shared, side)
@@ -76,12 +73,12 @@ class Stage:
 
             changing = self._changing(stash)
             carry, changing = lax.fori_loop(0, counts[number], body, (carry, changing))
-            stash = merge([not same for same in self.carry_constant], changing, stash)
+            stash = merge([not same for same in self.once], changing, stash)
             start = start + counts[number]
         return carry, stash
 
     def _changing(self, values) -> list[Any]:
-        return select([not same for same in self.carry_constant], values)
+        return select([not same for same in self.once], values)
 
     def backward(self, cotangent, lanes, shared, side, stash, slot, counts, lane_sums, shared_sums):
         """Pull `cotangent` (of the float carry values) back through the stage's blocks, the last first.
@@ -89,7 +86,7 @@ class Stage:
         Returns `(cotangent of the first block's carry, lane_sums, shared_sums)`, sums with this microbatch's gradients added.
         """
         cotangent, lane_sums, sums = list(cotangent), list(lane_sums), dict(zip(self._wanted_shared, shared_sums))
-        constant = [take(s, slot) for s in select(self.carry_constant, stash)]
+        constant = [take(s, slot) for s in select(self.once, stash)]
         changing = self._changing(stash)
         start = sum(counts[number] for number in range(len(self.chains)))
         for number in reversed(range(len(self.chains))):
@@ -103,9 +100,9 @@ class Stage:
             ):
                 cotangent, lane_sums, shared_sums = state
                 i = count - 1 - step
-                carry = merge(self.carry_constant, constant, [None] * len(stash))
+                carry = merge(self.once, constant, [None] * len(stash))
                 carry = merge(
-                    [not same for same in self.carry_constant], [take(s, slot, start + i) for s in changing], carry
+                    [not same for same in self.once], [take(s, slot, start + i) for s in changing], carry
                 )
                 lane = [take(x, i) for x in lanes[number]]
                 d_carry, d_lanes, d_shared = self.pull_back(number, carry, lane, own_shared, rows, cotangent)

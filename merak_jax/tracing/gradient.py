@@ -1,4 +1,6 @@
-"""Find the user's gradient call: while tracing, each `vjp` becomes one `loss_and_grad` equation."""
+"""Find the user's gradient call: while tracing, each `vjp` becomes one `loss_and_grad` equation.
+
+A step without one is an `evaluation` equation as a whole."""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, Var
 
 from merak_jax import _compat
 from merak_jax.errors import GradientCallError
@@ -25,6 +27,15 @@ def loss_and_grad_avals(jaxpr: ClosedJaxpr, num_constants: int) -> list:
 @loss_and_grad_p.def_abstract_eval
 def _abstract(*_, jaxpr: ClosedJaxpr, num_constants: int, source: str):
     return loss_and_grad_avals(jaxpr, num_constants)
+
+
+evaluation_p = Primitive("evaluation")
+evaluation_p.multiple_results = True
+
+
+@evaluation_p.def_abstract_eval
+def _evaluation_abstract(*_, jaxpr: ClosedJaxpr, num_constants: int, source: str):
+    return list(jaxpr.out_avals)
 
 
 @contextlib.contextmanager
@@ -65,9 +76,14 @@ def captured_gradient_calls() -> Iterator[None]:
             )
         constants = list(closed.consts)
         converted = _constants_first(closed)
-        results = loss_and_grad_p.bind(
+        results: list = loss_and_grad_p.bind(
             *constants, *leaves, jaxpr=converted, num_constants=len(constants), source=_compat.calling_line()
         )
+        # What the loss only passes on (nnx.grad returns the whole model) is what went in, not a result of the pipeline.
+        passed = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*constants, *leaves]))
+        for n, atom in enumerate(closed.jaxpr.outvars[1:], 1):
+            if isinstance(atom, Var) and atom in passed:
+                results[n] = passed[atom]
         loss = jax.tree.unflatten(jax.tree.structure(loss_shape), results[:1])
         num_aux = len(jax.tree.leaves(aux_shape))
         aux = jax.tree.unflatten(jax.tree.structure(aux_shape), results[1 : 1 + num_aux])

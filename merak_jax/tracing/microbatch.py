@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
 from merak_jax.tracing.inline import make_jaxpr
 from merak_jax.tracing.matching import merge
@@ -39,7 +40,7 @@ class Domain(enum.IntFlag):
 
 @dataclass(frozen=True)
 class MicrobatchedLoss:
-    """A loss in two programs: one runs once on the full batch, one on every microbatch.
+    """A loss in three programs: one runs on the full batch, then one on every microbatch, then one on what these add up to.
 
     Attributes:
       precompute: full size. Inputs of the loss -> values that depend on the batch only and can't be made row
@@ -50,6 +51,8 @@ class MicrobatchedLoss:
       pipeline_status, pipeline_domain: of its inputs.
       out_status, out_domain: of its outputs. Output 0, the loss, is Partial (Shared if there is only one
         microbatch), so the gradient of the full-batch loss is the sum of the microbatches' gradients.
+      postcompute: full size. [inputs of the loss, outputs of the pipeline for the whole batch] -> outputs of the loss; what is
+        only reported may be any function of sums and rows.
       status, domain: of every variable of `pipeline`.
     """
 
@@ -62,6 +65,7 @@ class MicrobatchedLoss:
     out_domain: tuple[Domain, ...]
     status: dict[Var, Status]
     domain: dict[Var, Domain]
+    postcompute: ClosedJaxpr
 
 
 def rows_to_trace(rows_full: int, rows_micro: int) -> int:
@@ -80,6 +84,7 @@ def microbatch(
     rows_full: int,
     rows_micro: int,
     rows_traced: int | None = None,
+    differentiated: bool = True,
 ) -> MicrobatchedLoss:
     """Rewrite a loss so that microbatches of `rows_micro` rows combine to the numbers of `rows_full` rows.
 
@@ -89,6 +94,7 @@ def microbatch(
       domains: of the inputs.
       rows_full, rows_micro: B and b; B is a multiple of b.
       rows_traced: the rows that `micro` was traced at, see `rows_to_trace`; b if not given.
+      differentiated: whether output 0 is a loss that gradients are taken of.
 
     Raises:
       NotSeparableError: the two are different programs, or a value that the loss needs is no function of
@@ -98,14 +104,14 @@ def microbatch(
         raise ValueError(f"{len(micro.jaxpr.invars)} inputs, {len(statuses)} statuses, {len(domains)} domains")
     rows_traced = rows_micro if rows_traced is None else rows_traced
     if rows_full == rows_micro:
-        return _undivided(micro, domains)
+        return _undivided(micro, domains, rows_full)
     if rows_full % rows_micro:
         raise ValueError(f"{rows_micro} rows do not divide {rows_full}")
     merged = merge(full.jaxpr, micro.jaxpr)
     if rows_traced != rows_micro:
         merged = resized(full.jaxpr, merged, rows_full, rows_traced, rows_micro)
     live = _live(full.jaxpr.eqns, full.jaxpr.outvars)
-    split = _Split(full, merged, rows_full, rows_micro)
+    split = _Split(full, merged, rows_full, rows_micro, differentiated)
     split.read_inputs(statuses, domains)
     for is_live, a, b in zip(live, full.jaxpr.eqns, merged.eqns):
         if is_live:
@@ -116,11 +122,12 @@ def microbatch(
 class _Split:
     """Sorts the equations of the loss into the pipeline and what is made of the full batch before it."""
 
-    def __init__(self, full: ClosedJaxpr, micro: Jaxpr, rows_full: int, rows_micro: int):
-        self.full, self.micro = full, micro
+    def __init__(self, full: ClosedJaxpr, micro: Jaxpr, rows_full: int, rows_micro: int, differentiated: bool):
+        self.full, self.micro, self.differentiated = full, micro, differentiated
         self.walker = Walker(rows_full, rows_micro)
         self.domain: dict[Var, Domain] = {}
         self.full_of: dict[Var, Var] = {}
+        self.micro_of: dict[Var, Var] = {}
 
     def read_inputs(self, statuses: Sequence[Status], domains: Sequence[Domain]) -> None:
         for a, b in zip(self.full.jaxpr.constvars, self.micro.constvars):
@@ -145,12 +152,15 @@ class _Split:
         if any(differing_axes(a.aval, b.aval) for a, b in zip(full.outvars, micro.outvars)):
             domain |= Domain.BATCH
         self.domain.update((v, domain) for v in micro.outvars)
+        self.micro_of.update(zip(full.outvars, micro.outvars))
         try:
             found: list[Status] = self.walker.step(full, micro)
             reason = NotSeparableError(f"a sum over the batch has the batch in one dimension. {WAYS_OUT}")
         except NotSeparableError as error:
             if domain & Domain.PARAMETER:
-                raise
+                # No microbatch can have it. Where it is only reported, it is made after the pipeline.
+                self.walker.missing.update(dict.fromkeys(micro.outvars, error))
+                return
             found, reason = [Partial()], error
         if domain & Domain.PARAMETER or not any(isinstance(s, Partial) for s in found):
             return
@@ -175,18 +185,9 @@ class _Split:
 
     def finish(self) -> MicrobatchedLoss:
         walker, outvars = self.walker, list(self.micro.outvars)
-        if isinstance(walker.read(outvars[0]), Shared):
-            near = walker.seen[-1][1] if walker.seen else None
-            outvars[0] = walker.once(outvars[0], near)
-            if isinstance(outvars[0], Var):
-                walker.status[outvars[0]] = Partial()
-        elif not isinstance(walker.read(outvars[0]), Partial):
-            raise NotSeparableError(
-                "The loss has one value per row of the batch "
-                f"({self.full.jaxpr.outvars[0].aval} for the full batch); return its sum or its mean."
-            )
-        for atom in outvars:
-            walker.read(atom)
+        if self.differentiated:
+            outvars[0] = self._loss(outvars[0])
+        post, outvars = self._postcompute(outvars)
         candidates = [e for e in walker.eqns if not any(v in self.full_of for v in e.outvars)]
         kept = [e for e, live in zip(candidates, _live(candidates, outvars)) if live]
         used = {a for e in kept for a in e.invars if isinstance(a, Var)} | {a for a in outvars if isinstance(a, Var)}
@@ -206,7 +207,72 @@ class _Split:
             ClosedJaxpr(jaxpr, [c for _, c in constants]),
             {v: self._public(walker.status[v], v) for v in _variables(jaxpr)},
             self.domain,
+            post,
         )
+
+    def _loss(self, loss: Atom) -> Atom:
+        """The loss as a sum over microbatches."""
+        walker = self.walker
+        status = walker.read(loss)
+        if isinstance(status, Shared):
+            once = walker.once(loss, walker.seen[-1][1] if walker.seen else None)
+            if isinstance(once, Var):
+                walker.status[once] = Partial()
+            return once
+        if not isinstance(status, Partial):
+            raise NotSeparableError(
+                "The loss has one value per row of the batch "
+                f"({self.full.jaxpr.outvars[0].aval} for the full batch); return its sum or its mean."
+            )
+        return loss
+
+    def _postcompute(self, outvars: list[Atom]) -> tuple[ClosedJaxpr, list[Atom]]:
+        """`(program after the pipeline, outputs of the pipeline)`; the first of them are the loss's own that it can make."""
+        walker, full = self.walker, self.full.jaxpr
+        defined = {v: e for e in full.eqns for v in e.outvars}
+        given: dict[Var, Var] = {}  # a full-size value that the pipeline provides -> its microbatch
+        final, pipelined = [], []
+        for a, b in zip(full.outvars, outvars):
+            if isinstance(b, Var) and b in walker.missing:
+                final.append(a)
+                continue
+            new = _compat.new_var(a.aval)
+            final.append(new)
+            pipelined.append((new, b))
+        needed, pending, eqns = (
+            set(),
+            [a for a, b in zip(final, outvars) if isinstance(b, Var) and b in walker.missing],
+            [],
+        )
+        reasons = [walker.missing[b] for b in outvars if isinstance(b, Var) and b in walker.missing]
+        while pending:
+            a = pending.pop()
+            if not isinstance(a, Var) or a in needed:
+                continue
+            needed.add(a)
+            b = self.micro_of.get(a)
+            if b is not None and self.domain[b] == Domain.BOTH and b not in walker.missing:
+                given[a] = b
+            elif a in defined:
+                pending.extend(defined[a].invars)
+        for eqn in full.eqns:
+            if any(v in needed and v not in given for v in eqn.outvars):
+                if eqn.primitive.name in ("dot_general", "conv_general_dilated") and any(
+                    isinstance(x, Var) and self._depends(x) == Domain.PARAMETER for x in eqn.invars
+                ):
+                    # Layers of the model: running them on the whole batch is not what a pipeline is for.
+                    raise reasons[0]
+                eqns.append(eqn)
+        inputs = [*full.invars, *(new for new, _ in pipelined), *given]
+        program = make_jaxpr(full.constvars, inputs, final, eqns)
+        return ClosedJaxpr(program, self.full.consts), [*(b for _, b in pipelined), *given.values()]
+
+    def _depends(self, full: Var) -> Domain:
+        """What a full-size value depends on."""
+        if full in self.micro_of:
+            return self.domain[self.micro_of[full]]
+        both = zip([*self.full.jaxpr.constvars, *self.full.jaxpr.invars], [*self.micro.constvars, *self.micro.invars])
+        return next((self.domain[b] for a, b in both if a is full), Domain.CONSTANT)
 
     def _public(self, status: Status, var: Var) -> Status:
         if isinstance(status, Uniform):
@@ -221,11 +287,11 @@ class _Split:
         return domain
 
 
-def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain]) -> MicrobatchedLoss:
+def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain], rows: int) -> MicrobatchedLoss:
     """One microbatch: every value is its own truth."""
     jaxpr = loss.jaxpr
     eqns = [e for e, live in zip(jaxpr.eqns, _live(jaxpr.eqns, jaxpr.outvars)) if live]
-    numbers = numbers_variable(1)
+    numbers = numbers_variable(rows)
     domain: dict[Var, Domain] = dict.fromkeys(jaxpr.constvars, Domain.CONSTANT)
     domain.update((v, Domain(d)) for v, d in zip(jaxpr.invars, domains))
     domain[numbers] = Domain.BATCH
@@ -235,12 +301,14 @@ def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain]) -> MicrobatchedLoss
             union |= domain[atom] if isinstance(atom, Var) else Domain.CONSTANT
         domain.update((v, union) for v in eqn.outvars)
     pipeline = make_jaxpr(jaxpr.constvars, [*jaxpr.invars, numbers], jaxpr.outvars, eqns)
+    results = [_compat.new_var(a.aval) for a in jaxpr.outvars]
     return _result(
         ClosedJaxpr(make_jaxpr([], jaxpr.invars, [], []), []),
         0,
         ClosedJaxpr(pipeline, loss.consts),
         {v: Shared() for v in _variables(pipeline)},
         domain,
+        ClosedJaxpr(make_jaxpr([], [*jaxpr.invars, *results], results, []), []),
     )
 
 
@@ -250,6 +318,7 @@ def _result(
     pipeline: ClosedJaxpr,
     status: dict[Var, Status],
     domain: dict[Var, Domain],
+    postcompute: ClosedJaxpr,
 ) -> MicrobatchedLoss:
     jaxpr = pipeline.jaxpr
 
@@ -269,6 +338,7 @@ def _result(
         out_domain=tuple(map(domain_of, jaxpr.outvars)),
         status=status,
         domain={v: domain[v] for v in status},
+        postcompute=postcompute,
     )
 
 

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import BatchError, GradientCallError, MerakError, TraceError
-from merak_jax.tracing.gradient import captured_gradient_calls
+from merak_jax.tracing.gradient import captured_gradient_calls, evaluation_p
 from merak_jax.tracing.inline import inline, make_jaxpr
+from merak_jax.tracing.jaxprs import constants_to_inputs
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
     """A train step as a flat jaxpr over the leaves of its arguments.
 
-    `jaxpr`: the step; constants, then one input per leaf. `loss_eqn`: the position of its `loss_and_grad` equation.
-    `loss`: the differentiated function, flat, inputs `[constants..., differentiated leaves...]`.
+    `jaxpr`: the step; constants, then one input per leaf. `loss_eqn`: the position of its `loss_and_grad` equation, or of the
+    one `evaluation` equation where the step takes no gradient.
+    `loss`: the differentiated function, flat, inputs `[constants..., differentiated leaves...]`; for an evaluation the step.
     `leaf_argument`, `leaf_path`, `leaf_rows`: per input leaf its argument number, its path, and whether dimension 0 is the batch.
     """
 
@@ -41,6 +45,10 @@ class TracedStep:
     @property
     def equation(self) -> JaxprEqn:
         return self.jaxpr.jaxpr.eqns[self.loss_eqn]
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.equation.primitive is evaluation_p
 
 
 def unwrap(train_step: Callable) -> Callable:
@@ -110,7 +118,7 @@ def trace(
 ) -> TracedStep:
     """Trace `train_step(*args)` (arrays or abstract values); with `rows`, as if the batch had that many rows.
 
-    Raises GradientCallError unless the step takes exactly one gradient.
+    Raises GradientCallError when the step takes more than one gradient, or none although it changes most of its state.
     """
     args = tuple(abstract(a) for a in args)
     flat, leaf_argument, leaf_path, leaf_keys = [], [], [], []
@@ -156,6 +164,11 @@ def trace(
         ) from error
     closed = _without_dead_equations(inline(closed))
     position = _the_gradient_call(closed.jaxpr)
+    if position is None:
+        first = [v for v, number in zip(closed.jaxpr.invars, leaf_argument) if number == 0]
+        for start in _places(jax.tree.structure(out_shape), in_trees[0]):
+            _check_evaluation(first, closed.jaxpr.outvars[start : start + len(first)])
+        closed, position = _as_evaluation(closed), 0
     eqn = closed.jaxpr.eqns[position]
     loss = inline(eqn.params["jaxpr"])
     _check_effects([*closed.jaxpr.eqns, *loss.jaxpr.eqns])
@@ -201,7 +214,7 @@ def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(make_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, kept[::-1]), closed.consts)
 
 
-def _the_gradient_call(jaxpr: Jaxpr) -> int:
+def _the_gradient_call(jaxpr: Jaxpr) -> int | None:
     found = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "loss_and_grad"]
     nested = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "loss_and_grad" and _holds_gradient_call(eqn)]
     if nested:
@@ -210,10 +223,7 @@ def _the_gradient_call(jaxpr: Jaxpr) -> int:
             "call it once, directly in the train step: an accumulation loop is replaced by num_microbatches="
         )
     if not found:
-        raise GradientCallError(
-            "the train step takes no gradient (no jax.grad, jax.value_and_grad or jax.vjp was called, "
-            "or its result is not used); evaluation steps are not supported yet"
-        )
+        return None
     if len(found) > 1:
         lines = "; ".join(jaxpr.eqns[i].params["source"] for i in found)
         raise GradientCallError(
@@ -221,6 +231,49 @@ def _the_gradient_call(jaxpr: Jaxpr) -> int:
             "sum the losses and differentiate once, or wrap one step per loss"
         )
     return found[0]
+
+
+def _check_evaluation(first: Sequence[Var], new: Sequence[Any]) -> None:
+    """Raise GradientCallError for a step without a gradient that returns most of its first argument changed: it trains."""
+
+    def size(pairs):
+        return sum(math.prod(a.aval.shape) for a, _ in pairs if jax.numpy.issubdtype(a.aval.dtype, jax.numpy.inexact))
+
+    pairs = list(zip(first, new))
+    changed = size([(a, b) for a, b in pairs if a is not b])
+    if changed and 2 * changed > size(pairs):
+        raise GradientCallError(
+            "the train step takes no gradient (no jax.grad, jax.value_and_grad or jax.vjp was called, or its result is not "
+            "used), but it changes its state; an evaluation step returns what it computes, not a new state"
+        )
+
+
+def _places(out_tree: Any, tree: Any) -> list[int]:
+    """Where, among the flat outputs, a tree of this structure stands at the top of what the step returns."""
+    if out_tree == tree:
+        return [0]
+    children = jax.tree_util.treedef_children(out_tree)
+    starts = list(itertools.accumulate((c.num_leaves for c in children), initial=0))
+    return [start for child, start in zip(children, starts) if child == tree and tree.num_leaves]
+
+
+def _as_evaluation(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The step as one equation; what it returns untouched goes past it."""
+    jaxpr = closed.jaxpr
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    made = [n for n, a in enumerate(jaxpr.outvars) if a not in inputs and not isinstance(a, Literal)]
+    inner, _ = constants_to_inputs(closed)
+    inner = inline(ClosedJaxpr(make_jaxpr([], inner.invars, [inner.outvars[n] for n in made], inner.eqns), []))
+    results = [_compat.new_var(jaxpr.outvars[n].aval) for n in made]
+    operands = [*jaxpr.constvars, *jaxpr.invars]
+    template = jax.make_jaxpr(
+        lambda *xs: evaluation_p.bind(*xs, jaxpr=inner, num_constants=len(operands), source="the step")
+    )(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands))
+    eqn = template.jaxpr.eqns[0].replace(invars=operands, outvars=results)
+    outvars = list(jaxpr.outvars)
+    for n, v in zip(made, results):
+        outvars[n] = v
+    return ClosedJaxpr(make_jaxpr(jaxpr.constvars, jaxpr.invars, outvars, [eqn]), closed.consts)
 
 
 def _holds_gradient_call(eqn: JaxprEqn) -> bool:
