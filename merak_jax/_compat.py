@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax._src import api as _api
@@ -103,16 +104,16 @@ def sub_jaxprs(eqn) -> list:
 
 
 class _RawValue:
-    """In the place of the slot `nnx.Variable._raw_value`: a value of `deferred_type` is replaced by its `read()` when it is read."""
+    """In the place of the slot `nnx.Variable._raw_value`: whoever reads a value of `deferred_type` gets its `read()`."""
 
-    def __init__(self, slot, deferred_type: type):
+    def __init__(self, slot, deferred_type: Any):
         self.slot, self.deferred_type = slot, deferred_type
         self.local = _VariableReads()
 
     def __get__(self, variable, owner=None):
         if variable is None:
             return self
-        value = self.slot.__get__(variable, owner)
+        value: Any = self.slot.__get__(variable, owner)
         local = self.local
         if local.guards and id(variable) in local.guards[-1]:
             local.guards[-1][id(variable)]()
@@ -140,7 +141,7 @@ def _raw_value_door() -> _RawValue | None:
     return door if isinstance(door, _RawValue) else None
 
 
-def allow_deferred_values(deferred_type: type) -> None:
+def allow_deferred_values(deferred_type: Any) -> None:
     """From now on an `nnx.Variable` may hold an object of `deferred_type`: whoever reads its raw value gets `read()` of it."""
     from flax import nnx
 

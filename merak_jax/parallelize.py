@@ -52,6 +52,7 @@ def parallelize(
     plan: Plan | None = None,
     hardware: Any = None,
     donate: bool = True,
+    semantics: str = "full_batch",
 ) -> Any:
     """Run a train step on a mesh with axes `data`, `pipe`, `tensor`, with the numbers of the single-device step.
 
@@ -64,6 +65,10 @@ def parallelize(
       batch_argnums: which arguments are batches.
       schedule: "1f1b" or "gpipe"; "auto" is "1f1b".
       plan: take mesh sizes, microbatches and schedule from an earlier plan.
+      semantics: "full_batch", the numbers of the unwrapped step, proved; or "per_microbatch": every microbatch of every data
+        shard is a batch of its own, as for batch normalization or contrastive losses that couple rows. Then loss, gradients and
+        real-valued auxiliary outputs are the means over microbatches, integer ones the sums, per-row ones are put together,
+        and mutable collections move once a step. These are other numbers than the full batch's.
       donate: reuse the state's memory for the new state; the state passed in is then gone.
       remat, overlap, zero, offload, hardware: only "auto" (None for hardware) so far.
 
@@ -81,6 +86,7 @@ def parallelize(
         plan=plan,
         hardware=hardware,
         donate=donate,
+        semantics=semantics,
     )
     if train_step is None:
         return lambda function: parallelize(function, **options)
@@ -109,25 +115,30 @@ def parallelize(
         or num_microbatches < 1
     ):
         raise PlanError(f"num_microbatches={num_microbatches!r} must be a positive integer")
+    if semantics not in ("full_batch", "per_microbatch"):
+        raise PlanError(f"semantics={semantics!r} is unknown; choose 'full_batch' or 'per_microbatch'")
     argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-    return ParallelStep(train_step, mesh, int(num_microbatches), argnums, schedule, donate)
+    return ParallelStep(train_step, mesh, int(num_microbatches), argnums, schedule, donate, semantics)
 
 
 class ParallelStep:
     """A train step on a mesh: call it as the step itself. Made by `parallelize`."""
 
     def __init__(
-        self, train_step, mesh: Mesh, num_microbatches: int, batch_argnums: tuple[int, ...], schedule: str, donate: bool
+        self,
+        train_step,
+        mesh: Mesh,
+        num_microbatches: int,
+        batch_argnums: tuple[int, ...],
+        schedule: str,
+        donate: bool,
+        semantics: str,
     ):
         functools.update_wrapper(self, train_step, updated=())
         self._train_step = unwrap(train_step)
         self.mesh = mesh
-        self._num_microbatches, self._batch_argnums, self._schedule, self._donate = (
-            num_microbatches,
-            batch_argnums,
-            schedule,
-            donate,
-        )
+        self._num_microbatches, self._batch_argnums = num_microbatches, batch_argnums
+        self._schedule, self._donate, self._semantics = schedule, donate, semantics
         self._runners: dict[Any, _Runner] = {}
         self._latest: _Runner | None = None
         self._objects = ObjectStep(self._train_step, batch_argnums, functools.partial(_Runner, self))
@@ -277,11 +288,8 @@ class _Runner:
         check_batch(shapes, self.batch_argnums, self.mesh.shape["data"], step._num_microbatches)
         full = trace(train_step, shapes, self.batch_argnums)
         rows = full.rows // (self.mesh.shape["data"] * step._num_microbatches)
-        micro = (
-            full
-            if rows == full.rows
-            else trace(train_step, shapes, self.batch_argnums, rows=rows_to_trace(full.rows, rows))
-        )
+        traced_rows = rows if step._semantics == "per_microbatch" else rows_to_trace(full.rows, rows)
+        micro = full if rows == full.rows else trace(train_step, shapes, self.batch_argnums, rows=traced_rows)
         # A lone scalar beside the state (a loss scale) is an input, not a state: a metric may look just like it.
         packable = [
             n
@@ -296,6 +304,7 @@ class _Runner:
             num_microbatches=step._num_microbatches,
             make_table=functools.partial(make_table, step._schedule),
             packable=packable,
+            semantics=step._semantics,
             given={n: layout for n, layout in stored.items() if layout.mesh == self.mesh and full.is_evaluation},
         )
         self.plan = describe(self.program, "forward" if full.is_evaluation else step._schedule, step._num_microbatches)

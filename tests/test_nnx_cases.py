@@ -1,4 +1,4 @@
-"""nnx steps of many shapes: sharing, rngs, partial training, graphs that change, and mistakes, against `nnx.jit`. Numbers: cases.md."""
+"""nnx steps of many shapes against `nnx.jit`: sharing, rngs, partial training, graphs that change, and mistakes."""
 
 from typing import Any
 
@@ -77,7 +77,9 @@ def assert_same_as_nnx_jit(step, make=make_objects, steps=2, pipe=2, **options):
     parallel_step, plain_step = parallel(step, pipe, **options), nnx.jit(step)
     for n in range(steps):
         actual, expected = parallel_step(*ours, make_batch(n)), plain_step(*theirs, make_batch(n))
-        assert_same(jax.tree.map(as_state, actual, is_leaf=is_module), jax.tree.map(as_state, expected, is_leaf=is_module))
+        assert_same(
+            jax.tree.map(as_state, actual, is_leaf=is_module), jax.tree.map(as_state, expected, is_leaf=is_module)
+        )
     for a, e in zip(ours, theirs):
         assert_same(nnx.state(a), nnx.state(e))
     return ours, theirs, actual, expected
@@ -133,7 +135,9 @@ def test_25_a_captured_dropout_is_refused():
         optimizer.update(model, nnx.grad(loss_fn)(model))
 
     objects = make_objects()
-    with pytest.raises(TraceError, match=r"test_nnx_cases.py:\d+ \(loss_fn\) changes an nnx object that is not an argument"):
+    with pytest.raises(
+        TraceError, match=r"test_nnx_cases.py:\d+ \(loss_fn\) changes an nnx object that is not an argument"
+    ):
         parallel(step)(*objects, make_batch())
     assert_same(nnx.state(objects[0]), nnx.state(make_objects()[0]), 0.0)
 
@@ -305,7 +309,13 @@ def test_objects_that_are_returned_are_the_users_own():
     def step(model, optimizer, batch):
         loss, gradients = nnx.value_and_grad(loss_of)(model, batch)
         optimizer.update(model, gradients)
-        return model, {"layer": model.layers[0], "gradients": gradients, "loss": nnx.Param(loss), "none": None, "lr": 0.1}
+        return model, {
+            "layer": model.layers[0],
+            "gradients": gradients,
+            "loss": nnx.Param(loss),
+            "none": None,
+            "lr": 0.1,
+        }
 
     (model, _), _, (returned, rest), (_, expected) = assert_same_as_nnx_jit(step)
     assert returned is model and rest["layer"] is model.layers[0]

@@ -48,11 +48,12 @@ class _Program:
 
     pure: PureStep
     runner: Any
-    layout: StateLayout
+    layout: StateLayout | None  # None where the objects hold no values
 
     @functools.cached_property
     def members(self) -> list[list[int]]:
         """The leaves of each packed array, by their number in the state."""
+        assert self.layout is not None
         places = self.layout.places
         return [
             sorted(self.layout.leaves_of(number), key=lambda i: places[i].lane or 0)
@@ -89,7 +90,7 @@ class ObjectStep:
             # An evaluation takes its arguments as the train step has stored them; another way of storing is another program.
             order, tree, paths = state_order(parts)
             given = stored_layout(tree, paths, [shapes[i] for i in order], [leaves[i] for i in order])
-        stored_as = (given.places, given.specs, given.lanes, given.mesh) if given is not None else None
+        stored_as = _signature(given)
         if outcome is not None and not outcome.evaluates:
             return next(iter(known.values())), parts
         if stored_as not in known:
@@ -100,26 +101,34 @@ class ObjectStep:
             _compat.allow_deferred_values(Deferred)
             with _compat.guarded_variables(_refusals(parts)):
                 runner = self.make_runner(pure, pure_shapes, batch, {} if given is None else {positions[0]: given})
-            known[stored_as] = _Program(pure, runner, runner.layouts[positions[0]])
+            program = _Program(pure, runner, runner.layouts.get(positions[0]))
+            known[stored_as] = known[_signature(program.layout)] = program
         return known[stored_as], parts
 
     def __call__(self, args: Sequence[Any], program: _Program, parts: Split) -> Any:
         """Run the step, write the new values into the user's objects, return what the step returns."""
-        pure, layout = program.pure, program.layout
+        pure, layout, outcome = program.pure, program.layout, program.pure.outcome
+        assert outcome is not None
         leaves = [leaf for slot in parts.slots for leaf in slot.leaves]
-        arrays = assemble(layout, program.members, [leaves[i] for i in pure.order])
         pure_args = [() if n in pure.positions else a for n, a in enumerate(args)]
+        if layout is None:
+            pure_args[pure.positions[0]] = pure.state([])
+            _, extra, *returned = program.runner(pure_args)
+            return self._write_back(pure, parts, [], {}, extra, returned)
+        arrays = assemble(layout, program.members, [leaves[i] for i in pure.order])
         pure_args[pure.positions[0]] = PackedState(layout, arrays)
         state, extra, *returned = program.runner(pure_args)
-        outcome = pure.outcome
-        assert outcome is not None
         if not outcome.evaluates:
             arrays = state._arrays
         stored = [Stored(layout, n, array, len(own)) for n, (array, own) in enumerate(zip(arrays, program.members))]
         new: list[Any] = [None] * len(leaves)
         for p, i in enumerate(pure.order):
             new[i] = StoredLeaf(stored[layout.places[p].array], p)
-            if outcome.evaluates and isinstance(leaves[i], StoredLeaf) and leaves[i].stored.array is new[i].stored.array:
+            if (
+                outcome.evaluates
+                and isinstance(leaves[i], StoredLeaf)
+                and leaves[i].stored.array is new[i].stored.array
+            ):
                 new[i] = leaves[i]
         changed = dict(zip(outcome.changed, state)) if outcome.evaluates else {}
         return self._write_back(pure, parts, new, changed, extra, returned)
@@ -144,12 +153,17 @@ class ObjectStep:
         creation = Creation(lambda *args: jax.tree.leaves(pure(*args)), pure_args)
         planned = [PlannedLeaf(creation, n, jax.ShapeDtypeStruct(x.shape, x.dtype)) for n, x in enumerate(flat)]
         state, extra, *returned = jax.tree.unflatten(tree, planned)
-        new: list[Any] = [None] * len(leaves)
-        for leaf, i in zip(jax.tree.leaves(state), pure.order):
-            new[i] = leaf
-        # A value that stands in no variable is needed now.
         outcome = pure.outcome
         assert outcome is not None
+        if outcome.evaluates:
+            changed = dict(zip(outcome.changed, state))
+            after = [jax.tree.leaves(changed[k]) if k in changed else slot.leaves for k, slot in enumerate(parts.slots)]
+            new = [leaf for values in after for leaf in values]
+        else:
+            new = list(leaves)
+            for leaf, i in zip(jax.tree.leaves(state), pure.order):
+                new[i] = leaf
+        # A value that stands in no variable is needed now.
         extra = [_deferred(value) for value in extra]
         now = [
             leaf
@@ -253,6 +267,11 @@ class ObjectStep:
             f"batch_argnums={self.batch_argnums}, but argument {wrong[0]} ({names[wrong[0]]}) is an nnx object; say which "
             f"arguments are the batch, with batch_argnums=; candidates: {could}"
         )
+
+
+def _signature(layout: StateLayout | None) -> Any:
+    """How values are stored, hashable."""
+    return None if layout is None else (layout.places, layout.specs, layout.lanes, layout.mesh)
 
 
 def _names(function: Callable, count: int, positions: Sequence[int]) -> list[str]:

@@ -107,7 +107,6 @@ def path_string(path: Sequence[Any]) -> str:
     return str(path[0]) + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path[1:])
 
 
-@jax.tree_util.register_pytree_node_class
 class Returned:
     """An nnx object in what a function returns: its graph, which may refer to the arguments, and the values that these don't have.
 
@@ -117,12 +116,12 @@ class Returned:
     def __init__(self, graphdef: Any, variables: tuple[bool, ...], values: list):
         self.graphdef, self.variables, self.values = graphdef, variables, values
 
-    def tree_flatten(self):
-        return (self.values,), (self.graphdef, self.variables)
 
-    @classmethod
-    def tree_unflatten(cls, static, children):
-        return cls(*static, children[0])
+jax.tree_util.register_pytree_node(
+    Returned,
+    lambda x: ((x.values,), (x.graphdef, x.variables)),
+    lambda static, children: Returned(*static, children[0]),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,14 +225,14 @@ class PureStep:
         for path, leaf in zip(flat.paths, flat.leaves):
             is_variable = isinstance(leaf, nnx.Variable)
             path = (self.names[path[0]], *path[1:])
-            k = slot_of_variable.get(outer.get(leaf, -1)) if is_variable else slot_of_array.get(path)
-            if k is None:
+            known = slot_of_variable.get(outer.get(leaf, -1)) if is_variable else slot_of_array.get(path)
+            if known is None:
                 sources.append(("extra", len(extra)))
                 extra.append(leaf.get_raw_value() if is_variable else leaf)
                 continue
             if not is_variable:
-                put(k, leaf)
-            sources.append(("slot", k))
+                put(known, leaf)
+            sources.append(("slot", known))
         arrays_changed = any(
             after[k] is not before[k] or k in replaced for k, index in enumerate(self.indices) if index is None
         )

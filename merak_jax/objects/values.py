@@ -200,7 +200,9 @@ def assemble(layout: StateLayout, members: Sequence[Sequence[int]], leaves: Sequ
                 array = _copy(array)
             used.add(id(stored))
             for i in changed:
-                array = _replaced(array, _value(leaves[i]), *layout.lane_layout(number).places[layout.places[i].lane or 0])
+                array = _replaced(
+                    array, _value(leaves[i]), *layout.lane_layout(number).places[layout.places[i].lane or 0]
+                )
             arrays[number] = array
         elif all(isinstance(leaves[i], PlannedLeaf) for i in own) and len({leaves[i].creation for i in own}) == 1:
             planned.setdefault(leaves[own[0]].creation, []).append(number)
@@ -257,13 +259,13 @@ def stored_layout(tree: Any, paths: Sequence[str], avals: Sequence[Any], leaves:
     number: dict[Any, int] = {}
     places, specs, lanes = [], [], []
     for i, leaf in enumerate(leaves):
-        own = leaf.stored if isinstance(leaf, StoredLeaf) else i
-        if own not in number:
-            number[own] = len(number)
-            is_stored = isinstance(own, Stored)
-            specs.append(own.layout.specs[own.number] if is_stored else jax.P())
-            lanes.append(own.layout.lanes[own.number] if is_stored else None)
-        places.append(Place(number[own], leaf.lane if isinstance(leaf, StoredLeaf) else None))
+        own = leaf.stored if isinstance(leaf, StoredLeaf) else None
+        key = i if own is None else own
+        if key not in number:
+            number[key] = len(number)
+            specs.append(jax.P() if own is None else own.layout.specs[own.number])
+            lanes.append(None if own is None else own.layout.lanes[own.number])
+        places.append(Place(number[key], None if own is None else leaf.lane))
     return StateLayout(tree, tuple(paths), tuple(avals), tuple(places), tuple(specs), tuple(lanes), meshes.pop())
 
 

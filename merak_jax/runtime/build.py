@@ -35,6 +35,7 @@ def build(
     make_table: Callable[[int, int], TickTable],
     packable: Sequence[int],
     given: Mapping[int, StateLayout],
+    semantics: str,
 ) -> StepProgram:
     """Wire the passes for one set of argument shapes; `rows`: of one local microbatch.
 
@@ -43,7 +44,7 @@ def build(
     Raises NotSeparableError and NoRepeatedBlocksError.
     """
     stages = mesh.shape["pipe"]
-    loss = separate(full, micro, rows, stages)
+    loss = separate(full, micro, rows, stages, semantics)
     chains = loss.found.chains
     if not chains and stages > 1:
         obstacle = loss.found.obstacle
@@ -141,7 +142,9 @@ def _as_stored(loss: LossProgram, layouts: Sequence[LaneLayout], known: StateGro
     for chain, layout in zip(loss.found.chains, layouts):
         groups = lane_leaves(loss.found.program, [s.values for s in chain.slots if s.stack is None])
         stacks = stack_leaves(loss.found.program, [s.stack for s in chain.slots if s.stack is not None], chain.length)
-        stored = [known.lanes.get(tuple(outer(v) for v in g)) for g in groups] + [known.stacks.get(outer(v)) for v in stacks]
+        stored = [known.lanes.get(tuple(outer(v) for v in g)) for g in groups] + [
+            known.stacks.get(outer(v)) for v in stacks
+        ]
         found.append(next((s for s in stored if s is not None), layout))
     return found
 

@@ -61,9 +61,7 @@ class StateGroups:
         return result
 
 
-def known_groups(
-    traced: TracedStep, given: Mapping[int, StateLayout]
-) -> tuple[StateGroups, dict[Any, PartitionSpec]]:
+def known_groups(traced: TracedStep, given: Mapping[int, StateLayout]) -> tuple[StateGroups, dict[Any, PartitionSpec]]:
     """The groups of arguments that are stored already, and the sharding of each group, stack and whole leaf of them."""
     lanes: dict[tuple[Var, ...], LaneLayout] = {}
     stacks: dict[Var, LaneLayout] = {}

@@ -19,7 +19,7 @@ from merak_jax.runtime.groups import stack_leaves
 from merak_jax.runtime.reroll import lane_leaves
 from merak_jax.runtime.stage import is_differentiable
 from merak_jax.tracing.jaxprs import constants_to_inputs
-from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch
+from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch, own_batches
 from merak_jax.tracing.step import TracedStep
 
 
@@ -46,10 +46,10 @@ class LossProgram:
     rows_status: dict[Var, Any]
 
 
-def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> LossProgram:
+def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int, semantics: str) -> LossProgram:
     """Prove that the loss can be computed in microbatches of `rows` rows, and cut it into blocks.
 
-    `micro`: the step traced at `rows_to_trace` rows.
+    `micro`: the step traced at `rows_to_trace` rows, or at `rows` where `semantics` is "per_microbatch" and nothing is proved.
     """
     operands, micro_operands = full.equation.invars, micro.equation.invars
     depends = outer_dependence(full)
@@ -70,16 +70,19 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int) -> Los
             domains.append(Domain.CONSTANT if constant else Domain(bits & PARAMETER))
     if not full.is_evaluation:
         _check_loss_reads(full, domains, depends)
-    proved = microbatch(
-        full.loss,
-        micro.loss,
-        statuses,
-        domains,
-        rows_full=full.rows,
-        rows_micro=rows,
-        rows_traced=micro.rows,
-        differentiated=not full.is_evaluation,
-    )
+    if semantics == "per_microbatch":
+        proved = own_batches(full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=rows)
+    else:
+        proved = microbatch(
+            full.loss,
+            micro.loss,
+            statuses,
+            domains,
+            rows_full=full.rows,
+            rows_micro=rows,
+            rows_traced=micro.rows,
+            differentiated=not full.is_evaluation,
+        )
     program, constants = constants_to_inputs(proved.pipeline)
     count = len(operands)
     inputs: dict[Var, LossInput] = {}

@@ -295,9 +295,7 @@ class _TickRun(Run):
 
         def body(run, stage, own, first):
             m, slot, count = own["m"], jnp.maximum(own["slot"], 0), own["count"]
-            arrived = [
-                take(s, slot) if same else take(s, slot, 0) for s, same in zip(own["stash"], self.stage.once)
-            ]
+            arrived = [take(s, slot) if same else take(s, slot, 0) for s, same in zip(own["stash"], self.stage.once)]
             carry = [jnp.where(stage == 0, x, a) for x, a in zip(first, arrived)]
             side = run.side(run.microbatch(jnp.maximum(m, 0)))
             shared = run.values(self.stage.shared)

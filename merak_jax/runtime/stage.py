@@ -101,9 +101,7 @@ class Stage:
                 cotangent, lane_sums, shared_sums = state
                 i = count - 1 - step
                 carry = merge(self.once, constant, [None] * len(stash))
-                carry = merge(
-                    [not same for same in self.once], [take(s, slot, start + i) for s in changing], carry
-                )
+                carry = merge([not same for same in self.once], [take(s, slot, start + i) for s in changing], carry)
                 lane = [take(x, i) for x in lanes[number]]
                 d_carry, d_lanes, d_shared = self.pull_back(number, carry, lane, own_shared, rows, cotangent)
                 lane_sums = self.constrain_lanes(

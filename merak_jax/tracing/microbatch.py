@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
@@ -285,6 +286,82 @@ class _Split:
             if isinstance(atom, Var):
                 domain |= self.domain[atom]
         return domain
+
+
+def own_batches(
+    full: ClosedJaxpr,
+    micro: ClosedJaxpr,
+    statuses: Sequence[Status],
+    domains: Sequence[Domain],
+    *,
+    rows_full: int,
+    rows_micro: int,
+) -> MicrobatchedLoss:
+    """Take every microbatch as a batch of its own: the loss is the mean of the microbatches' losses, as the user wrote it.
+
+    Of the other outputs, rows are put together, real numbers that depend on the batch are averaged (so running averages move
+    once a step, by the mean of what the microbatches say), integers are summed. Random draws are the microbatch's rows of the
+    whole draw.
+
+    Args as for `microbatch`; `micro` is traced at `rows_micro` rows. Raises NotSeparableError where the two are different
+    programs.
+    """
+    if rows_full == rows_micro:
+        return _undivided(micro, domains, rows_full)
+    if rows_micro == 1:
+        raise NotSeparableError(
+            "semantics='per_microbatch' needs microbatches of at least two rows; take fewer microbatches or a larger batch"
+        )
+    merge(full.jaxpr, micro.jaxpr)
+    count = rows_full // rows_micro
+    walker = Walker(rows_full, rows_micro, own=True)
+    domain: dict[Var, Domain] = dict.fromkeys(micro.jaxpr.constvars, Domain.CONSTANT)
+    walker.status.update((v, Shared()) for v in micro.jaxpr.constvars)
+    domain.update((v, Domain(d)) for v, d in zip(micro.jaxpr.invars, domains))
+    walker.status.update(zip(micro.jaxpr.invars, statuses))
+    live = _live(micro.jaxpr.eqns, micro.jaxpr.outvars)
+    for is_live, a, b in zip(live, full.jaxpr.eqns, micro.jaxpr.eqns):
+        if is_live:
+            walker.step(a, b)
+    walker.status[walker.numbers], domain[walker.numbers] = Batched(0), Domain.BATCH
+
+    def update_domains() -> None:
+        for eqn in walker.eqns:
+            union = Domain.CONSTANT
+            for atom in eqn.invars:
+                union |= domain[atom] if isinstance(atom, Var) else Domain.CONSTANT
+            domain.update((v, union) for v in eqn.outvars)
+
+    update_domains()
+    outvars: list[Atom] = []
+    for n, b in enumerate(micro.jaxpr.outvars):
+        status = walker.read(b)
+        if isinstance(b, Var) and isinstance(status, Shared) and (n == 0 or domain[b] & Domain.BATCH):
+            if jnp.issubdtype(b.aval.dtype, jnp.inexact):
+                b = walker.insert(lambda x: x / count, [b], None, Partial())
+            walker.status[b] = Partial()
+        outvars.append(b)
+    update_domains()
+    kept = [e for e, needed in zip(walker.eqns, _live(walker.eqns, outvars)) if needed]
+    pipeline = make_jaxpr(micro.jaxpr.constvars, [*micro.jaxpr.invars, walker.numbers], outvars, kept)
+    results = [_compat.new_var(a.aval) for a in full.jaxpr.outvars]
+
+    def public(var: Var) -> Status:
+        status = walker.status[var]
+        return (
+            Batched(status.axis, 1, var.aval.shape[status.axis] // rows_micro)
+            if isinstance(status, Uniform)
+            else status
+        )
+
+    return _result(
+        ClosedJaxpr(make_jaxpr([], full.jaxpr.invars, [], []), []),
+        0,
+        ClosedJaxpr(pipeline, micro.consts),
+        {v: public(v) for v in _variables(pipeline)},
+        domain,
+        ClosedJaxpr(make_jaxpr([], [*full.jaxpr.invars, *results], results, []), []),
+    )
 
 
 def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain], rows: int) -> MicrobatchedLoss:

@@ -26,9 +26,9 @@ Atom = Any  # a variable or a literal
 _CREATORS = frozenset({"broadcast_in_dim", "iota", "random_bits", "random_split"})
 
 WAYS_OUT = (
-    "Microbatches would not give the numbers of the full batch. Two ways out: run the batch whole "
-    "(num_microbatches=1 on a mesh with data=1), or rewrite the loss as a sum over rows (divided by counts "
-    "that depend on the batch only). A value that is only reported can be computed after the gradient call."
+    "Microbatches would not give the numbers of the full batch. Three ways out: run the batch whole "
+    "(num_microbatches=1 on a mesh with data=1), take every microbatch as a batch of its own (semantics='per_microbatch': "
+    "other numbers), or rewrite the loss as a sum over rows (divided by counts that depend on the batch only)."
 )
 
 
@@ -78,6 +78,7 @@ class Walker:
       rows_full, rows_micro: rows of the full batch and of a microbatch.
       numbers: the input that numbers the rows of the microbatch, uint32 [b].
       may_gate: whether equations that read `numbers` may be added.
+      own: every microbatch is a batch of its own: what couples its rows is fine, and nothing counts only once.
       within: what to say instead of an equation's own line, in a program that has none.
       status: of each variable of the microbatch program that the pipeline can have.
       missing: variables that it can't have, and why.
@@ -87,6 +88,7 @@ class Walker:
     rows_full: int
     rows_micro: int
     may_gate: bool = True
+    own: bool = False
     within: str = ""
     numbers: Var = field(init=False)
     uses_numbers: bool = False
@@ -118,6 +120,24 @@ class Walker:
 
     def step(self, full: JaxprEqn, micro: JaxprEqn) -> list[Status]:
         """Add one matched equation to the program, or raise NotSeparableError and add nothing."""
+        if not self.own:
+            return self._proved(full, micro)
+        try:
+            found = self._proved(full, micro)
+        except NotSeparableError:
+            self.eqns.append(micro)
+            found = [self._by_shape(a.aval, b.aval) for a, b in zip(full.outvars, micro.outvars)]
+        found = [Shared() if isinstance(s, Partial) else s for s in found]
+        self.status.update(zip(micro.outvars, found))
+        return found
+
+    def _by_shape(self, full: Any, micro: Any) -> Status:
+        """Rows along the one axis that follows the batch, if there is one; else a value of the microbatch's own."""
+        axes = differing_axes(full, micro)
+        status = Batched(axes[0], 1, max(1, full.shape[axes[0]] // self.rows_full)) if len(axes) == 1 else Shared()
+        return status if self.consistent(status, full, micro) else Shared()
+
+    def _proved(self, full: JaxprEqn, micro: JaxprEqn) -> list[Status]:
         self.seen.append((full, micro))
         op = Equation(self, full, micro, [self.read(a) for a in micro.invars])
         if all(isinstance(s, Shared) for s in op.status) and same_program(full, micro):
@@ -393,7 +413,7 @@ class Equation:
 
     def inner_walker(self, *, may_gate: bool) -> Walker:
         """A walker for a program inside this equation."""
-        return Walker(self.rows_full, self.walker.rows_micro, may_gate and self.walker.may_gate)
+        return Walker(self.rows_full, self.walker.rows_micro, may_gate and self.walker.may_gate, self.walker.own)
 
     def fixpoint(self, carry: Sequence[Status], walk: Callable[[list[Status]], Walked]) -> tuple[list[Status], Walked]:
         """The statuses of a loop's carry that are true at every turn, and the body walked on them."""
