@@ -59,10 +59,15 @@ def parallelize(
     `train_step(state, batch, *rest)` returns `new_state`, or a tuple or other container that holds it; `batch` arrays are
     `[batch, ...]`. Also a decorator.
 
+    With nnx objects as arguments the step works as under `nnx.jit`: `train_step(model, optimizer, batch)` changes its arguments
+    in place and returns anything. Between steps the variables' values stay on the mesh; reading one (`model.head.kernel[...]`,
+    `nnx.state(model)`, `model(x)`) gathers it, once, to the default device, and a value that you set is used by the next step.
+    Every way of reading an object reads all of its values: `print(model)` gathers the model.
+
     Args:
       mesh: from `merak_jax.make_mesh`; by default all devices along `data`.
       num_microbatches: M; the batch must divide by M times the size of `data`. By default the pipe size (1 without stages).
-      batch_argnums: which arguments are batches.
+      batch_argnums: which arguments are batches. With nnx objects the default is the one argument that can be.
       schedule: "1f1b" or "gpipe"; "auto" is "1f1b".
       plan: take mesh sizes, microbatches and schedule from an earlier plan.
       semantics: "full_batch", the numbers of the unwrapped step, proved; or "per_microbatch": every microbatch of every data

@@ -14,7 +14,6 @@ import merak_jax
 from merak_jax import _compat
 from merak_jax.errors import BatchError, PlanError, StateError
 from merak_jax.objects import values
-from merak_jax.objects.graph import PureStep, split
 from merak_jax.runtime.reroll import RerollWarning
 from tests.helper import BARS, STEPS, worst_leaf
 
@@ -92,7 +91,9 @@ def assert_same(actual, expected, bar):
     """Every value of two rows of nnx objects, structure, shapes and types too."""
     for a, e in zip(actual, expected, strict=True):
         worst, leaf = worst_leaf(nnx.as_pure(nnx.state(a)), nnx.as_pure(nnx.state(e)))
-        assert worst <= bar, f"{type(e).__name__}{leaf} differs by {worst:.1e}"
+        # nnx.metrics.Average keeps a float32 total.
+        allowed = max(bar, BARS["float32"][0]) if isinstance(e, nnx.MultiMetric) else bar
+        assert worst <= allowed, f"{type(e).__name__}{leaf} differs by {worst:.1e}"
 
 
 @functools.cache
@@ -313,21 +314,24 @@ def test_init_advances_the_rngs_it_is_given(step):
     assert_same((step.init(layer, ours), ours), (nnx.jit(layer)(theirs), theirs), 0.0)
 
 
-def test_a_step_without_gradient_is_a_pure_function_of_values_too():
-    def evaluate(model, metrics, batch):
-        logits = model(batch["x"])
-        metrics.update(loss=loss_of(model, batch))
-        return logits
+def evaluate(model, metrics, batch):
+    logits = model(batch["x"])
+    metrics.update(loss=optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean())
+    return logits
 
-    (model, _, metrics), (expected, _, expected_metrics) = make_objects(), make_objects()
-    parts = split((model, metrics), ["model", "metrics"])
-    pure = PureStep(evaluate, parts, [0, 1], ["model", "metrics"])
-    state = pure.state([leaf for slot in parts.slots for leaf in slot.leaves])
-    new_state, extra, logits = jax.jit(pure)(state, (), make_batch(0))
-    np.testing.assert_allclose(logits, nnx.jit(evaluate)(expected, expected_metrics, make_batch(0)), rtol=1e-12)
-    assert not extra and jax.tree.structure(new_state) == jax.tree.structure(state)
-    np.testing.assert_allclose(new_state["metrics"]["loss"]["total"], expected_metrics.loss.total[...])
-    assert int(metrics.loss.count[...]) == 0
+
+def test_an_evaluation_reads_the_model_where_the_train_step_left_it(step, trained, gathered):
+    (model, optimizer, metrics), (expected, expected_optimizer, expected_metrics) = trained
+    evaluation = merak_jax.parallelize(evaluate, mesh=step.mesh, num_microbatches=2)
+    kernel = model.layers[0].up.kernel[...]
+    for n in range(2):
+        logits = evaluation(model, metrics, make_batch(n))
+        np.testing.assert_allclose(logits, nnx.jit(evaluate)(expected, expected_metrics, make_batch(n)), rtol=1e-9)
+    assert len(gathered) == 1 and model.layers[0].up.kernel[...] is kernel
+    step(model, optimizer, metrics, make_batch(2))
+    STEP_ON_ONE_DEVICE(expected, expected_optimizer, expected_metrics, make_batch(2))
+    assert len(gathered) == 1
+    assert_same((model, optimizer, metrics), (expected, expected_optimizer, expected_metrics), 1e-9)
 
 
 def test_a_deferred_value_is_read_where_a_variable_is_read():

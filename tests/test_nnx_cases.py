@@ -100,7 +100,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
 ]
 
-# Rngs. While random draws along the batch are refused, the first two of these tests fail for that reason only.
+# Rngs, and what is captured instead of passed.
 
 
 def test_25_26_dropout_draws_the_masks_of_one_device_and_its_counts_advance():
@@ -110,19 +110,15 @@ def test_25_26_dropout_draws_the_masks_of_one_device_and_its_counts_advance():
 
 def test_25_rngs_passed_as_an_argument_advance():
     def step(model, optimizer, rngs, batch):
-        def loss_fn(model):
+        def loss_fn(model, rngs):
             keep = rngs.dropout.bernoulli(0.5, batch["x"].shape)
             return loss_of(model, {**batch, "x": batch["x"] * keep})
 
-        loss, gradients = nnx.value_and_grad(loss_fn)(model)
+        loss, gradients = nnx.value_and_grad(loss_fn)(model, rngs)
         optimizer.update(model, gradients)
         return loss
 
     assert_same_as_nnx_jit(step, lambda: (*make_objects(), nnx.Rngs(dropout=1)))
-
-
-def test_dropout_of_rate_zero_leaves_its_count():
-    assert_same_as_nnx_jit(train_step)
 
 
 def test_25_a_captured_dropout_is_refused():
@@ -136,7 +132,7 @@ def test_25_a_captured_dropout_is_refused():
 
     objects = make_objects()
     with pytest.raises(
-        TraceError, match=r"test_nnx_cases.py:\d+ \(loss_fn\) changes an nnx object that is not an argument"
+        TraceError, match=r"test_nnx_cases.py:\d+ \(loss_fn\) changes an nnx object that was not passed in"
     ):
         parallel(step)(*objects, make_batch())
     assert_same(nnx.state(objects[0]), nnx.state(make_objects()[0]), 0.0)
@@ -148,7 +144,7 @@ def test_a_captured_metric_is_refused():
     def step(model, optimizer, batch):
         metric.update(values=train_step(model, optimizer, batch))
 
-    with pytest.raises(TraceError, match="pass the module, optimizer, metric or rngs"):
+    with pytest.raises(TraceError, match="pass the module, optimizer, metric or rngs that it belongs to"):
         parallel(step)(*make_objects(), make_batch())
 
 
@@ -160,7 +156,7 @@ def test_a_captured_teacher_that_nobody_changes_is_a_constant():
         optimizer.update(model, gradients)
         return loss
 
-    assert_same_as_nnx_jit(step)
+    assert_same_as_nnx_jit(step, pipe=1)
 
 
 def test_reading_the_object_outside_instead_of_the_argument_is_refused():
@@ -171,7 +167,7 @@ def test_reading_the_object_outside_instead_of_the_argument_is_refused():
         optimizer.update(model, gradients)
         return loss
 
-    with pytest.raises(TraceError, match=r"reads model\.layers\[0\]\.linear\.kernel of the object outside"):
+    with pytest.raises(TraceError, match=r"reads model\.first\.kernel of the object outside"):
         parallel(step)(*objects, make_batch())
 
 
@@ -202,7 +198,10 @@ def test_04_an_average_that_begins_as_the_same_arrays_is_its_own_leaf():
 
     def make():
         model, optimizer = make_objects()
-        return model, optimizer, nnx.merge(*nnx.split(model))
+        average = nnx.clone(model)
+        nnx.update(average, nnx.state(model))
+        assert average.head.kernel[...] is model.head.kernel[...]
+        return model, optimizer, average
 
     (model, _, average), *_ = assert_same_as_nnx_jit(step, make)
     assert np.abs(model.head.kernel[...] - average.head.kernel[...]).max() > 1e-4
@@ -226,13 +225,13 @@ def test_63_a_mask_by_path_sees_the_tree_of_nnx():
     seen = []
 
     def mask(params):
-        paths = jax.tree_util.tree_flatten_with_path(params)[0]
-        seen.append({jax.tree_util.keystr(path) for path, _ in paths})
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        seen.append("['layers'][0]['linear']['kernel']" in [path.removesuffix(".value") for path in paths])
         return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in jax.tree_util.keystr(path), params)
 
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3, weight_decay=0.3, mask=mask))
     assert_same_as_nnx_jit(train_step, lambda: make_objects(tx=tx))
-    assert all(paths == {p.removesuffix(".value") for p in seen[0]} for paths in seen[1:])
+    assert all(seen)
 
 
 def test_a_subset_is_trained_with_diff_state():

@@ -120,7 +120,7 @@ class Returned:
 jax.tree_util.register_pytree_node(
     Returned,
     lambda x: ((x.values,), (x.graphdef, x.variables)),
-    lambda static, children: Returned(*static, children[0]),
+    lambda static, children: Returned(static[0], static[1], children[0]),
 )
 
 
@@ -195,8 +195,9 @@ class PureStep:
         except flax.errors.TraceContextError as error:
             reason = str(error).split(" (http")[0]
             raise TraceError(
-                f"{_last_user_line(error)} changes an nnx object that is not an argument of the train step ({reason}); pass the "
-                "module, optimizer, metric or rngs that it belongs to as an argument: captured ones are constants"
+                f"{_last_user_line(error)} changes an nnx object that was not passed in but captured ({reason}); pass the module, "
+                "optimizer, metric or rngs that it belongs to as an argument of the train step, and of the loss where the loss "
+                "changes it: nnx.value_and_grad(loss)(model, rngs)"
             ) from error
         return self._result(objects, nodes, values, returned, bool(gradients))
 

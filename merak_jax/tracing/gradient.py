@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, Var
 
 from merak_jax import _compat
 from merak_jax.errors import GradientCallError
+from merak_jax.tracing.inline import inline
 
 loss_and_grad_p = Primitive("loss_and_grad")
 loss_and_grad_p.multiple_results = True
@@ -62,6 +63,7 @@ def captured_gradient_calls() -> Iterator[None]:
             closed, shapes = jax.make_jaxpr(flat_loss, return_shape=True)(*leaves)
         finally:
             inside_loss = False
+        closed = inline(closed)
         loss_shape, aux_shape = shapes
         loss_leaves = jax.tree.leaves(loss_shape)
         if len(loss_leaves) != 1 or loss_leaves[0].shape != ():

@@ -54,10 +54,26 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
                 env[var] = new
                 outvars.append(new)
             eqns.append(eqn.replace(invars=operands, outvars=outvars))
+            env.update((eqn.outvars[n], operands[i]) for n, i in passed_on(eqn).items())
 
     emit(closed.jaxpr, env)
     outvars = [a if isinstance(a, Literal) else env[a] for a in closed.jaxpr.outvars]
     return ClosedJaxpr(make_jaxpr(new_constvars, invars, outvars, eqns), consts)
+
+
+def passed_on(eqn: JaxprEqn) -> dict[int, int]:
+    """Results of a remat or scan that are operands, untouched: `{result: operand}`. nnx.remat and nnx.scan return whole modules."""
+    if eqn.primitive.name not in ("checkpoint", "remat", "remat2", "scan"):
+        return {}
+    inner = eqn.params["jaxpr"]
+    inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    position = {v: i for i, v in enumerate(inner.invars)}
+    found = {n: position[a] for n, a in enumerate(inner.outvars) if isinstance(a, Var) and a in position}
+    if eqn.primitive.name != "scan":
+        return found
+    carries = eqn.params["num_carry"]
+    first_stack = eqn.params["num_consts"] + carries
+    return {n: i for n, i in found.items() if (i == eqn.params["num_consts"] + n if n < carries else i >= first_stack)}
 
 
 def make_jaxpr(constvars, invars, outvars, eqns) -> Jaxpr:

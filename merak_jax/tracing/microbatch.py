@@ -160,7 +160,13 @@ class _Split:
         except NotSeparableError as error:
             if domain & Domain.PARAMETER:
                 # No microbatch can have it. Where it is only reported, it is made after the pipeline.
-                self.walker.missing.update(dict.fromkeys(micro.outvars, error))
+                missing = self.walker.missing
+                first = (
+                    missing[a]
+                    for a in micro.invars
+                    if isinstance(a, Var) and a in missing and self.domain[a] & Domain.PARAMETER
+                )
+                missing.update(dict.fromkeys(micro.outvars, next(first, error)))
                 return
             found, reason = [Partial()], error
         if domain & Domain.PARAMETER or not any(isinstance(s, Partial) for s in found):

@@ -42,7 +42,7 @@ class Case:
                     tuple(self.jaxpr.invars[n] for n in leaves)
                     for leaves in zip(*(jax.tree.leaves(block) for block in part))
                 ]
-        self.program = Rerolled(self.jaxpr, self.groups, [], self.layout)
+        self.program = Rerolled(self.jaxpr, dict.fromkeys(self.groups, self.layout), {})
 
     def packed_inputs(self):
         """The inputs of the re-rolled program: a packed array for each group, and the other values."""
@@ -61,7 +61,7 @@ class Case:
         if not isinstance(part, list):
             return jax.tree.map(evaluation.whole, part)
         groups = zip(*(jax.tree.leaves(block) for block in part))
-        return [evaluation.packed(group) for group in groups]
+        return [evaluation.packed(group, self.layout) for group in groups]
 
     def check(self, rtol=1e-13, warns=False):
         """The re-rolled values, compiled, are those of the program as written."""
@@ -324,12 +324,12 @@ def stack_case(function, counts):
     closed = inline(jax.make_jaxpr(function)(stack))
     jaxpr, constants = constants_to_inputs(closed)
     assert not constants
-    program = Rerolled(jaxpr, [], jaxpr.invars, layout)
+    program = Rerolled(jaxpr, {}, dict.fromkeys(jaxpr.invars, layout))
 
     def run(stack):
         evaluation = program.start([], [layout.pack_stack(stack)], {})
         return [
-            layout.unpack_stack(evaluation.packed_stack(a))
+            layout.unpack_stack(evaluation.packed_stack(a, layout))
             if a.aval.shape[:1] == stack.shape[:1]
             else evaluation.whole(a)
             for a in jaxpr.outvars

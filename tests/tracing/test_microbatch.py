@@ -14,6 +14,7 @@ from jax.extend.core import check_jaxpr
 from merak_jax.errors import NotSeparableError
 from merak_jax.tracing.inline import inline
 from merak_jax.tracing.jaxprs import function_of
+from merak_jax.tracing.randomness import RandomKeyWarning
 from merak_jax.tracing.microbatch import (
     Batched,
     Domain,
@@ -577,7 +578,79 @@ def test_random_draws():
 
     check(shared_mask, W, X, extra=(key,))
     check(own_keys, W, X, extra=(key,))
-    assert "batch dimension" in refuse(dropout, W, X, "random draws along the batch dimension", extra=(key,))
+    check(dropout, W, X, extra=(key,))
+
+
+@pytest.mark.parametrize(
+    "shape", ["rows first", "rows second", "merged", "keys", "float64", "bfloat16", "scan", "remat"]
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_draws_along_the_batch_are_the_rows_of_the_whole_draw(shape, count):
+    """Cases 22, 23: bit for bit; the aux output is the mask itself."""
+
+    def mask(key, x):
+        n = x.shape[0]
+        if shape == "rows second":
+            return jax.random.bernoulli(key, 0.5, (3, n, V))[1]
+        if shape == "merged":
+            return jax.random.uniform(key, (n * 3, V)).reshape(n, 3, V)[:, 2]
+        if shape == "keys":
+            return jax.vmap(lambda k: jax.random.normal(k, (V,)))(jax.random.split(key, n))
+        if shape == "scan":
+            return lax.scan(
+                lambda c, k: (c + jax.random.uniform(k, (n, V)), None), jnp.zeros((n, V)), jax.random.split(key, 3)
+            )[0]
+        if shape == "remat":
+            return jax.checkpoint(lambda key: jax.random.normal(key, (n, V)))(key)
+        return jax.random.normal(key, (n, V), jnp.float64 if shape == "float64" else jnp.bfloat16).astype(float)
+
+    def loss(p, b, key):
+        drawn = mask(key, b["x"])
+        return (drawn * (b["x"] @ p["w"])).sum(), drawn
+
+    result = check(loss, W, X, extra=(jax.random.key(3),), count=count)
+    assert isinstance(result.out_status[1], Batched)
+
+
+def test_keys_whose_draws_have_no_rows_warn_once_and_draw_per_microbatch():
+    def loss(p, b, key):
+        return (jax.random.normal(key, (b["x"].shape[0], V)) * (b["x"] @ p["w"])).sum()
+
+    with pytest.warns(RandomKeyWarning, match="test_microbatch.py"):
+        split(loss, W, X, (jax.random.key(3, impl="rbg"),))
+
+
+def test_what_is_only_reported_may_be_any_function_of_sums_and_rows():
+    """Case 39."""
+
+    def loss(p, b):
+        rows = ((b["x"] @ p["w"]) ** 2).sum(1)
+        value = rows.mean()
+        return value, jnp.exp(value), rows.max(), jnp.sort(rows), rows / rows.sum(), b["x"]
+
+    params, batch = jax.tree.map(jnp.asarray, (W, X))
+    result, args, b = split(loss, params, batch, (), 2)
+    pieces = []
+    for m in range(2):
+        inputs = [
+            rows_of(v, s, b * 2, m * b, b) if isinstance(s, Batched) else v
+            for v, s in zip(args, result.pipeline_status)
+        ]
+        pieces.append(function_of(result.pipeline)(*inputs, jnp.arange(m * b, (m + 1) * b, dtype=jnp.uint32)))
+    whole = [
+        sum(values) if isinstance(s, Partial) else joined_rows(values, s, b) if isinstance(s, Batched) else values[0]
+        for values, s in zip(zip(*pieces), result.out_status)
+    ]
+    for actual, expected in zip(function_of(result.postcompute)(*args, *whole), loss(params, batch), strict=True):
+        close(actual, expected)
+
+
+def test_layers_after_a_sum_over_the_batch_are_refused_even_if_only_reported():
+    def loss(p, b):
+        h = b["x"] @ p["w"]
+        return h.sum(), ((h - h.mean(0)) @ p["w"].T).sum()
+
+    refuse(loss, W, X, "mixes a sum over the batch with the rows")
 
 
 def test_dead_equations_are_neither_judged_nor_kept():
