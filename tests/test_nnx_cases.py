@@ -260,7 +260,19 @@ def test_split_and_merge_inside_a_mutating_step():
         optimizer.update(model, gradients)
         return loss
 
-    assert_same_as_nnx_jit(step)
+    assert_same_as_nnx_jit(step, pipe=1)
+
+
+@pytest.mark.filterwarnings("error::merak_jax.runtime.reroll.RerollWarning")
+def test_blocks_under_remat_which_returns_them_whole():
+    class Rematerialised(Model):
+        def __call__(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = nnx.remat(lambda layer, x: layer(x))(layer, x)
+            return self.head(x)
+
+    assert_same_as_nnx_jit(train_step, lambda: make_objects(Rematerialised))
 
 
 class TrainState(train_state.TrainState):

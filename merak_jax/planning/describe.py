@@ -29,7 +29,7 @@ def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan
     if program.table is not None:
         held = [int(n) for n in program.table.in_flight()]
         counts = list(zip(*(layout.counts for layout in program.chain_layouts)))
-        constant = stashed_once(graph.chains)
+        constant = stashed_once(graph.chains) if program.pipeline.differentiated else [True] * len(graph.carry_avals)
         depth = max(map(sum, counts))
         stash = program.table.num_stash_slots * sum(
             _bytes(a) * (1 if same else depth) for a, same in zip(graph.carry_avals, constant)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+# Programs inside these are flattened too; functions with custom derivatives stay as they are.
+_NESTING = frozenset({"scan", "while", "cond", "remat2", "checkpoint"})
 
 
 def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -48,6 +52,8 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
                 for outer, result in zip(eqn.outvars, inner_jaxpr.outvars):
                     env[outer] = result if isinstance(result, Literal) else inner_env[result]
                 continue
+            if eqn.primitive.name in _NESTING:
+                eqn = _flat_inside(eqn)
             outvars = []
             for var in eqn.outvars:
                 new = _compat.new_var(var.aval)
@@ -74,6 +80,32 @@ def passed_on(eqn: JaxprEqn) -> dict[int, int]:
     carries = eqn.params["num_carry"]
     first_stack = eqn.params["num_consts"] + carries
     return {n: i for n, i in found.items() if (i == eqn.params["num_consts"] + n if n < carries else i >= first_stack)}
+
+
+def _flat_inside(eqn: JaxprEqn) -> JaxprEqn:
+    """The equation with the programs in its parameters flattened."""
+
+    def flat(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr) and _has_calls(value.jaxpr):
+            return inline(value)
+        if isinstance(value, Jaxpr) and _has_calls(value):
+            new = inline(ClosedJaxpr(value, []))
+            # An open program has no place for arrays that a call held.
+            return value if new.consts else new.jaxpr
+        if isinstance(value, tuple) and any(isinstance(v, Jaxpr | ClosedJaxpr) for v in value):
+            return tuple(map(flat, value))
+        return value
+
+    params = {key: flat(value) for key, value in eqn.params.items()}
+    return eqn.replace(params=params) if any(params[key] is not v for key, v in eqn.params.items()) else eqn
+
+
+def _has_calls(jaxpr: Jaxpr) -> bool:
+    return any(
+        eqn.primitive.name in _CALLS
+        or (eqn.primitive.name in _NESTING and any(_has_calls(inner) for inner in _compat.sub_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def make_jaxpr(constvars, invars, outvars, eqns) -> Jaxpr:

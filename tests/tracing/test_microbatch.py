@@ -14,7 +14,6 @@ from jax.extend.core import check_jaxpr
 from merak_jax.errors import NotSeparableError
 from merak_jax.tracing.inline import inline
 from merak_jax.tracing.jaxprs import function_of
-from merak_jax.tracing.randomness import RandomKeyWarning
 from merak_jax.tracing.microbatch import (
     Batched,
     Domain,
@@ -24,6 +23,7 @@ from merak_jax.tracing.microbatch import (
     microbatch,
     rows_to_trace,
 )
+from merak_jax.tracing.randomness import RandomKeyWarning
 
 B, T, V, H = 8, 3, 5, 4
 
