@@ -301,7 +301,7 @@ class _TickRun(Run):
             shared = run.values(self.stage.shared)
             # An idle stage runs no block: nothing to discard, and no slot is touched.
             out, stash = self.stage.forward(
-                carry, own["lanes"], shared, side, own["stash"], slot, jnp.where(m >= 0, count, 0)
+                carry, own["lanes"], shared, side, own["stash"], slot, jnp.where(m >= 0, count, 0), m >= 0
             )
             sent = [lax.ppermute(x, "pipe", shift) for x in out]
             return stash, [_only(stage == last, x) for x in out], sent

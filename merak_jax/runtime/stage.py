@@ -52,14 +52,16 @@ class Stage:
         by_shared, by_side = dict(zip(self.shared, shared)), dict(zip(self.side, side))
         return [by_shared[v] for v in chain.shared], [by_side[v] for v in chain.rows]
 
-    def forward(self, carry, lanes, shared, side, stash, slot, counts):
+    def forward(self, carry, lanes, shared, side, stash, slot, counts, active):
         """Run `counts[c]` blocks of each chain c from `carry`; `(last carry, stash with each block's input)`.
 
         `lanes`: per chain `[N, ...]` each; `stash`: per carry value `[slots, N, ...]`, or `[slots, ...]` where it is stashed once.
-        Counts may differ per stage, also be 0.
+        Counts may differ per stage, also be 0. Where `active` is false the stage idles, and no slot is touched.
         """
         carry, stash = list(carry), list(stash)
-        stash = [put(s, c, slot) if same else s for s, c, same in zip(stash, carry, self.once)]
+        stash = [
+            put(s, jnp.where(active, c, take(s, slot)), slot) if same else s for s, c, same in zip(stash, carry, self.once)
+        ]
         start: Any = 0
         for number, chain in enumerate(self.chains):
             own_shared, rows = self._given(chain, shared, side)
