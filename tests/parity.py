@@ -278,16 +278,34 @@ def reordering_noise(cell: Cell) -> float:
     return worst
 
 
-def compare(cell: Cell) -> Differences:
-    """How far the parallel run of a cell is from the single-device run."""
-    run = run_on_mesh(
+def parallel(cell: Cell) -> Run:
+    """The parallel run of a cell."""
+    return run_on_mesh(
         train_step,
         mesh=mesh_of(*cell.mesh),
         num_microbatches=cell.num_microbatches,
         schedule=cell.schedule,
         **_setting(cell),
     )
-    return differences(run, reference(cell))
+
+
+def compare(cell: Cell) -> Differences:
+    """How far the parallel run of a cell is from the single-device run."""
+    return differences(parallel(cell), reference(cell))
+
+
+def through_sgd(cell: Cell, actual: Run, expected: Run) -> tuple[float, str]:
+    """The worst leaf of the parameters after one step of SGD (rate 0.5) with the gradients of either run, and its path.
+
+    Weaker than to compare the gradients themselves: rounding noise in a gradient that is zero by the structure of the model
+    does not count.
+    """
+    parameters = _maker(cell.depth, cell.layers, cell.head, cell.precision)(optax.sgd(0.5)).params
+
+    def stepped(run: Run):
+        return jax.device_get(jax.tree.map(lambda p, g: p - 0.5 * g.astype(p.dtype), parameters, run.gradients))
+
+    return worst_leaf(stepped(actual), stepped(expected), floor=0.0)
 
 
 def check(cell: Cell) -> None:
