@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import merak_jax
-from merak_jax.errors import NoRepeatedBlocksError, NotSeparableError, StateError
+from merak_jax.errors import NotSeparableError, StateError
 
 LAYERS = 4
 random = np.random.default_rng(0)

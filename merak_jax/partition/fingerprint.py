@@ -116,10 +116,10 @@ def same_literal(a: Literal, b: Literal) -> bool:
 
 
 def equation_numbers(eqns: Sequence[JaxprEqn], domain: Mapping[Var, int]) -> list[int]:
-    """A number per equation, equal where the shape and the operands' dependence (literal, parameters, rows, both) are equal."""
+    """A number per equation, equal where the shapes are, and operands are literals, depend on the batch, or neither, alike."""
     numbers: dict[Any, int] = {}
     result = []
     for eqn in eqns:
-        kinds = tuple(-1 if isinstance(a, Literal) else domain[a] if domain[a] & 2 else 0 for a in eqn.invars)
+        kinds = tuple(-1 if isinstance(a, Literal) else domain[a] & 2 for a in eqn.invars)
         result.append(numbers.setdefault((equation_shape(eqn), kinds), len(numbers)))
     return result

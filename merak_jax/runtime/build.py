@@ -97,7 +97,8 @@ def build(
     shardings.stored.update(known_specs)
     prepare = Rerolled(program, lane_groups, stack_inputs)
     gradient_groups, gradient_stacks = _gradient_groups(full, loss, lane_groups, stack_inputs)
-    update = Rerolled(step, {**groups.lanes, **gradient_groups}, {**groups.stacks, **gradient_stacks})
+    names = {v: f"state leaf {path}" for v, path in zip(jaxpr.invars, full.leaf_path)}
+    update = Rerolled(step, {**groups.lanes, **gradient_groups}, {**groups.stacks, **gradient_stacks}, names)
     layouts = groups.layouts(full, mesh, shardings.stored, stored)
     shared, shared_gradient, lane_gradient = wanted_gradients(loss, full.num_loss_constants)
     table = None

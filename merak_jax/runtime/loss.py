@@ -71,7 +71,15 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int, semant
     if not full.is_evaluation:
         _check_loss_reads(full, domains, depends)
     if semantics == "per_microbatch":
-        proved = own_batches(full.loss, micro.loss, statuses, domains, rows_full=full.rows, rows_micro=rows)
+        proved = own_batches(
+            full.loss,
+            micro.loss,
+            statuses,
+            domains,
+            rows_full=full.rows,
+            rows_micro=rows,
+            differentiated=not full.is_evaluation,
+        )
     else:
         proved = microbatch(
             full.loss,

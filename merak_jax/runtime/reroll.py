@@ -54,11 +54,17 @@ class Rerolled:
     """A flat jaxpr (no constants) whose inputs may be lanes (L variables, one per block) or stacks (one `[L, ...]` variable).
 
     `lanes`, `stacks`: the groups and stacks, each with the layout in which it is given, `[P, N, ...]`; results can be asked
-    for in such a layout or whole.
+    for in such a layout or whole. `names`: what the user calls an input, for warnings.
     """
 
-    def __init__(self, jaxpr: Jaxpr, lanes: Mapping[tuple[Var, ...], LaneLayout], stacks: Mapping[Var, LaneLayout]):
-        self.jaxpr = jaxpr
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        lanes: Mapping[tuple[Var, ...], LaneLayout],
+        stacks: Mapping[Var, LaneLayout],
+        names: Mapping[Var, str] | None = None,
+    ):
+        self.jaxpr, self.names, self.has_warned = jaxpr, names or {}, False
         self.lanes, self.stacks = dict(lanes), dict(stacks)
         self.defined = defining_equations(jaxpr.eqns)
         self.lane_of_leaf = {v: (group, k) for group in self.lanes for k, v in enumerate(group)}
@@ -122,6 +128,36 @@ class Rerolled:
             dims = eqn.params["broadcast_dimensions"]
             return len(eqn.invars) == 1 and bool(dims) and dims[0] == 0
         return False
+
+    def warn(self, atoms: Sequence[Atom]) -> None:
+        """Say once that a value of each block is computed block by block, and which leaf of the state it is made of."""
+        if (
+            self.has_warned
+            or atoms[0].aval.size <= 1
+            or not any(isinstance(a, Var) and a in self.touched for a in atoms)
+        ):
+            return
+        self.has_warned = True
+        leaf = self._leaf_of(atoms)
+        warnings.warn(
+            f"a value {atoms[0].aval.str_short()} of each block{f', made of {leaf},' if leaf else ''} is computed block by block, "
+            "which is slower; perhaps other values too",
+            RerollWarning,
+            stacklevel=2,
+        )
+
+    def _leaf_of(self, atoms: Sequence[Atom]) -> str:
+        """The name of an input that these values are made of."""
+        pending, seen = [a for a in atoms if isinstance(a, Var)], set()
+        while pending:
+            var = pending.pop(0)
+            if var in self.names:
+                return self.names[var]
+            if var not in seen and var in self.defined:
+                eqn = self.jaxpr.eqns[self.defined[var][0]]
+                pending.extend(a for a in eqn.invars if isinstance(a, Var) and a in self.touched)
+            seen.add(var)
+        return ""
 
     def start(self, lanes: Sequence[Any], stacks: Sequence[Any], whole: Mapping[Var, Any]) -> Evaluation:
         """Begin an evaluation: packed arrays for the lane groups and stacks, values for all other inputs."""
@@ -212,12 +248,7 @@ class Evaluation:
             self._lane_values[outvars, layout] = (value, is_lane)
 
     def _one_by_one(self, atoms, layout: LaneLayout) -> Any:
-        if any(isinstance(a, Var) and a in self.program.touched for a in atoms):
-            warnings.warn(
-                f"a value {atoms[0].aval.str_short()} of each block is computed block by block, which is slower",
-                RerollWarning,
-                stacklevel=2,
-            )
+        self.program.warn(atoms)
         return layout.pack([self._full(a) for a in atoms])
 
     # Whole values.

@@ -60,7 +60,8 @@ class Stage:
         """
         carry, stash = list(carry), list(stash)
         stash = [
-            put(s, jnp.where(active, c, take(s, slot)), slot) if same else s for s, c, same in zip(stash, carry, self.once)
+            put(s, jnp.where(active, c, take(s, slot)), slot) if same else s
+            for s, c, same in zip(stash, carry, self.once)
         ]
         start: Any = 0
         for number, chain in enumerate(self.chains):

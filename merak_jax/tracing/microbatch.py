@@ -302,6 +302,7 @@ def own_batches(
     *,
     rows_full: int,
     rows_micro: int,
+    differentiated: bool = True,
 ) -> MicrobatchedLoss:
     """Take every microbatch as a batch of its own: the loss is the mean of the microbatches' losses, as the user wrote it.
 
@@ -342,7 +343,11 @@ def own_batches(
     outvars: list[Atom] = []
     for n, b in enumerate(micro.jaxpr.outvars):
         status = walker.read(b)
-        if isinstance(b, Var) and isinstance(status, Shared) and (n == 0 or domain[b] & Domain.BATCH):
+        if (
+            isinstance(b, Var)
+            and isinstance(status, Shared)
+            and (n == 0 and differentiated or domain[b] & Domain.BATCH)
+        ):
             if jnp.issubdtype(b.aval.dtype, jnp.inexact):
                 b = walker.insert(lambda x: x / count, [b], None, Partial())
             walker.status[b] = Partial()

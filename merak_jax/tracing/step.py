@@ -162,9 +162,16 @@ def trace(
             f"the train step works for a batch of {size} rows but not for one of {rows} rows, as which it is "
             f"traced to cut it into microbatches ({error}); take sizes from the batch, not from constants"
         ) from error
-    closed = _without_dead_equations(inline(closed))
+    flat_program = inline(closed)
+    closed = _without_dead_equations(flat_program)
     position = _the_gradient_call(closed.jaxpr)
     if position is None:
+        unused = [e for e in flat_program.jaxpr.eqns if e.primitive.name == "loss_and_grad"]
+        if unused:
+            raise GradientCallError(
+                f"the train step takes no gradient that it uses: the result of the call at {unused[0].params['source']} does "
+                "not reach what the step returns; return the new state"
+            )
         first = [v for v, number in zip(closed.jaxpr.invars, leaf_argument) if number == 0]
         for start in _places(jax.tree.structure(out_shape), in_trees[0]):
             _check_evaluation(first, closed.jaxpr.outvars[start : start + len(first)])

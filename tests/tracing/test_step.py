@@ -214,13 +214,25 @@ def test_a_gradient_inside_a_loop_or_branch_is_refused(loop):
         trace(step, (make_state(), make_batch()), (1,))
 
 
-def test_a_step_without_a_gradient_is_refused():
+def test_a_step_without_a_gradient_is_an_evaluation_and_returns_its_state_untouched():
+    traced = trace(
+        lambda state, batch: (state, MODEL.apply({"params": state.params}, batch["x"]).mean()),
+        (make_state(), make_batch()),
+        (1,),
+    )
+    assert traced.is_evaluation
+    jaxpr = traced.jaxpr.jaxpr
+    assert len(jaxpr.eqns) == 1 and len(traced.equation.outvars) == 1
+    states = [v for v, n in zip(jaxpr.invars, traced.leaf_argument) if n == 0]
+    assert list(jaxpr.outvars[: len(states)]) == states
+
+
+def test_a_step_that_changes_its_state_without_a_gradient_is_refused():
+    def step(state, batch):
+        return state.replace(params=jax.tree.map(lambda p: p * batch["x"].mean(), state.params))
+
     with pytest.raises(GradientCallError, match="takes no gradient"):
-        trace(
-            lambda state, batch: (state, MODEL.apply({"params": state.params}, batch["x"]).mean()),
-            (make_state(), make_batch()),
-            (1,),
-        )
+        trace(step, (make_state(), make_batch()), (1,))
 
 
 def test_a_debug_print_is_left_out_with_a_warning_and_a_callback_is_refused():

@@ -1,0 +1,149 @@
+"""`semantics="per_microbatch"`: every microbatch is a batch of its own, and the step takes the means."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import merak_jax
+from merak_jax.errors import NotSeparableError, PlanError
+from tests.helper import worst_leaf
+
+W, CLASSES, ROWS = 8, 3, 16
+
+
+class Normalised(nn.Module):
+    """Equal blocks with batch normalization and dropout."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(W, param_dtype=jnp.float64)(x)
+        for _ in range(4):
+            h = nn.Dense(W, param_dtype=jnp.float64)(x)
+            h = nn.BatchNorm(use_running_average=not train, dtype=jnp.float64, param_dtype=jnp.float64)(h)
+            x = x + nn.Dropout(0.3, deterministic=not train)(nn.relu(h))
+        return nn.Dense(CLASSES, param_dtype=jnp.float64)(x)
+
+
+MODEL = Normalised()
+
+
+class StatsState(TrainState):
+    """A TrainState with running averages and a random key."""
+
+    batch_stats: dict
+    key: jax.Array
+
+
+def make_state():
+    variables = MODEL.init({"params": jax.random.key(0)}, jnp.zeros((4, 5)), train=False)
+    params, stats = jax.tree.map(lambda x: x.astype(jnp.float64), (variables["params"], variables["batch_stats"]))
+    return StatsState.create(
+        apply_fn=MODEL.apply, params=params, tx=optax.sgd(0.1), batch_stats=stats, key=jax.random.key(1)
+    )
+
+
+def make_batch(n=0):
+    random = np.random.default_rng(n)
+    return {"x": random.normal(size=(ROWS, 5)), "y": random.integers(0, CLASSES, ROWS)}
+
+
+def loss_of(params, state, batch, key):
+    variables = {"params": params, "batch_stats": state.batch_stats}
+    logits, updates = state.apply_fn(variables, batch["x"], mutable=["batch_stats"], rngs={"dropout": key})
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    penalty = 1e-2 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+    return loss + penalty, (updates["batch_stats"], logits, (logits.argmax(-1) == batch["y"]).sum())
+
+
+def train_step(state, batch):
+    key = jax.random.fold_in(state.key, state.step)
+    gradient = jax.value_and_grad(loss_of, has_aux=True)
+    (loss, (stats, logits, right)), gradients = gradient(state.params, state, batch, key)
+    return state.apply_gradients(grads=gradients, batch_stats=stats), {"loss": loss, "logits": logits, "right": right}
+
+
+def by_hand(state, batch, count, monkeypatch):
+    """The means over `count` microbatches, whose dropout masks are their rows of the whole batch's mask."""
+    rows, whole = ROWS // count, jax.random.bernoulli
+    key, found = jax.random.fold_in(state.key, state.step), []
+    for n in range(count):
+        own = slice(n * rows, (n + 1) * rows)
+
+        def bernoulli(key, p, shape, own=own):
+            return whole(key, p, (ROWS, *shape[1:]))[own]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(jax.random, "bernoulli", bernoulli)
+            part = jax.tree.map(lambda x, own=own: x[own], batch)
+            found.append(jax.value_and_grad(loss_of, has_aux=True)(state.params, state, part, key))
+    mean = lambda *xs: sum(xs) / count  # noqa: E731
+    gradients = jax.tree.map(mean, *(g for _, g in found))
+    stats = jax.tree.map(mean, *(aux[0] for (_, aux), _ in found))
+    metrics = {
+        "loss": mean(*(loss for (loss, _), _ in found)),
+        "logits": jnp.concatenate([aux[1] for (_, aux), _ in found]),
+        "right": sum(aux[2] for (_, aux), _ in found),
+    }
+    return state.apply_gradients(grads=gradients, batch_stats=stats), metrics
+
+
+@pytest.mark.parametrize("sizes, count", [((1, 4, 1), 2), ((2, 2, 2), 2), ((4, 1, 1), 1), ((1, 1, 2), 4)])
+def test_batch_norm_and_running_averages_are_the_means_over_microbatches(sizes, count, monkeypatch):
+    mesh = merak_jax.make_mesh(
+        data=sizes[0], pipe=sizes[1], tensor=sizes[2], devices=jax.devices()[: int(np.prod(sizes))]
+    )
+    step = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=count, semantics="per_microbatch")
+    state, metrics = step(make_state(), make_batch())
+    expected, wanted = by_hand(make_state(), make_batch(), sizes[0] * count, monkeypatch)
+    whole = step.unshard(state)
+    for actual, truth in (
+        (whole.params, expected.params),
+        (whole.batch_stats, expected.batch_stats),
+        (metrics, wanted),
+    ):
+        assert worst_leaf(jax.device_get(actual), jax.device_get(truth))[0] <= 1e-12
+    assert int(state.step) == 1
+
+
+def test_a_contrastive_loss_is_refused_unless_it_is_asked_for():
+    def step(state, batch):
+        def loss(params):
+            logits, _ = state.apply_fn(
+                {"params": params, "batch_stats": state.batch_stats}, batch["x"], train=False, mutable=["batch_stats"]
+            )
+            scores = logits @ logits.T
+            return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores)))
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradients), value
+
+    mesh = merak_jax.make_mesh(pipe=2, devices=jax.devices()[:2])
+    with pytest.raises(NotSeparableError, match=r"test_per_microbatch.py:\d+.*semantics='per_microbatch'"):
+        merak_jax.parallelize(step, mesh=mesh, num_microbatches=2)(make_state(), make_batch())
+    own = merak_jax.parallelize(step, mesh=mesh, num_microbatches=2, semantics="per_microbatch")
+    _, value = own(make_state(), make_batch())
+    halves = [jax.jit(step)(make_state(), jax.tree.map(lambda x, n=n: x[n : n + 8], make_batch()))[1] for n in (0, 8)]
+    np.testing.assert_allclose(value, sum(halves) / 2, rtol=1e-12)
+
+
+def test_the_whole_batch_as_one_microbatch_is_what_one_device_computes():
+    mesh = merak_jax.make_mesh(pipe=4, devices=jax.devices()[:4])
+    step = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=1)
+    state, metrics = step(make_state(), make_batch())
+    expected, wanted = jax.jit(train_step)(make_state(), make_batch())
+    for actual, truth in ((step.unshard(state).batch_stats, expected.batch_stats), (metrics, wanted)):
+        assert worst_leaf(jax.device_get(actual), jax.device_get(truth))[0] <= 1e-12
+
+
+def test_microbatches_of_one_row_and_unknown_semantics_are_refused():
+    mesh = merak_jax.make_mesh(pipe=2, devices=jax.devices()[:2])
+    with pytest.raises(NotSeparableError, match="at least two rows"):
+        merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=ROWS, semantics="per_microbatch")(
+            make_state(), make_batch()
+        )
+    with pytest.raises(PlanError, match="semantics='mean' is unknown"):
+        merak_jax.parallelize(train_step, mesh=mesh, semantics="mean")
