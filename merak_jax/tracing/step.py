@@ -118,7 +118,7 @@ def trace(
 ) -> TracedStep:
     """Trace `train_step(*args)` (arrays or abstract values); with `rows`, as if the batch had that many rows.
 
-    Raises GradientCallError when the step takes more than one gradient, or none although it changes most of its state.
+    Raises GradientCallError when the step takes more than one gradient, or none although it changes the weights in its state.
     """
     args = tuple(abstract(a) for a in args)
     flat, leaf_argument, leaf_path, leaf_keys = [], [], [], []
@@ -241,14 +241,19 @@ def _the_gradient_call(jaxpr: Jaxpr) -> int | None:
 
 
 def _check_evaluation(first: Sequence[Var], new: Sequence[Any]) -> None:
-    """Raise GradientCallError for a step without a gradient that returns most of its first argument changed: it trains."""
+    """Raise GradientCallError for a step without a gradient that returns its first argument with other weights: it trains.
+
+    Metrics in a state may change; they are small.
+    """
 
     def size(pairs):
         return sum(math.prod(a.aval.shape) for a, _ in pairs if jax.numpy.issubdtype(a.aval.dtype, jax.numpy.inexact))
 
     pairs = list(zip(first, new))
+    if any((a.aval.shape, a.aval.dtype) != (b.aval.shape, b.aval.dtype) for a, b in pairs):
+        return
     changed = size([(a, b) for a, b in pairs if a is not b])
-    if changed and 2 * changed > size(pairs):
+    if changed and 10 * changed > size(pairs):
         raise GradientCallError(
             "the train step takes no gradient (no jax.grad, jax.value_and_grad or jax.vjp was called, or its result is not "
             "used), but it changes its state; an evaluation step returns what it computes, not a new state"
