@@ -384,6 +384,8 @@ class _Runner:
             for (argument, layout), arrays in zip(program.returned.items(), new_states)
         }
         children = jax.tree_util.treedef_children(traced.out_tree)
+        if not children:
+            return jax.tree.unflatten(traced.out_tree, flat)
         starts = np.cumsum([0, *(c.num_leaves for c in children)])
         by_start = {positions[0]: (len(positions), packed[n]) for n, positions in program.state_outputs.items()}
         if 0 in by_start and by_start[0][1]._layout.tree == traced.out_tree:
