@@ -86,11 +86,10 @@ def choose(options: argparse.Namespace) -> list:
     narrow = [dataclasses.replace(c, precision="float32") for c in wide if c.mesh in NARROW]
     if options.grid:
         # The grid has each point once: the two ways to use bfloat16 take turns.
-        points = [c for c in wide if c.mesh in NARROW and c.microbatches != "8"]
-        plain = [dataclasses.replace(c, mask="ragged", optimizer="sgd") for c in points]
+        plain = [dataclasses.replace(c, mask="ragged", optimizer="sgd") for c in wide if c.mesh in NARROW]
         halves = [dataclasses.replace(c, precision=("bfloat16", "all bfloat16")[n % 2]) for n, c in enumerate(plain)]
     else:
-        plain = [c for c in narrow if c.mask == "ragged" and c.optimizer == "sgd" and c.microbatches != "8"]
+        plain = [c for c in narrow if c.mask == "ragged" and c.optimizer == "sgd"]
         halves = [dataclasses.replace(c, precision=p) for p in ("bfloat16", "all bfloat16") for c in plain]
     cells = [cell for cell in wide + narrow + halves if options.only is None or options.only in str(cell)]
     if options.sample is not None:
@@ -128,16 +127,14 @@ def grid(seed: int = 0) -> list:
 
 def batches_of(cells: list, options: argparse.Namespace) -> list[list]:
     """Cells that can share single-device runs go to one subprocess, in batches; a sample keeps its order."""
+
+    def model(cell) -> tuple:
+        return (cell.precision, cell.depth, cell.layers, cell.head)
+
+    groups = [cells]
     if options.sample is None:
-        cells = sorted(cells, key=lambda c: (c.precision, c.depth, c.layers, c.head))
-    groups = itertools.groupby(
-        cells, key=lambda c: (c.precision, c.depth, c.layers, c.head) if options.sample is None else None
-    )
-    found = []
-    for _, members in groups:
-        group = list(members)
-        found += [group[n : n + options.batch] for n in range(0, len(group), options.batch)]
-    return found
+        groups = [list(members) for _, members in itertools.groupby(sorted(cells, key=model), key=model)]
+    return [group[n : n + options.batch] for group in groups for n in range(0, len(group), options.batch)]
 
 
 def run_all(cells: list, options: argparse.Namespace) -> list[dict]:
