@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from merak_jax.partition.dimensions import CARRY, PARAMETER, SIDE, Dimensions, Sum, Value, follow_dimensions
+from merak_jax.partition.dimensions import CARRY, PARAMETER, SIDE, Dimensions, Sum, Value
+from merak_jax.partition.follow import follow_dimensions
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Var
 
-from merak_jax.partition.chains import stashed_once
+from merak_jax.partition.chain import stashed_once
 from merak_jax.planning.plan import Plan, StagePlan
 from merak_jax.runtime.program import StepProgram
 from merak_jax.runtime.state import StateLayout

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from merak_jax.partition.blocks import BlockGraph
-from merak_jax.partition.chains import stashed_once
+from merak_jax.partition.chain import stashed_once
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.runtime.microbatches import Run
 from merak_jax.runtime.rows import rows_back, rows_first

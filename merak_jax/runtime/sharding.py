@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from merak_jax.partition.blocks import BlockGraph
-from merak_jax.partition.chains import Chain
+from merak_jax.partition.chain import Chain
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.partition.tensor import TensorLayout, tensor_layout, vocabulary_split
 from merak_jax.runtime.groups import StateGroups, stack_leaves

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from merak_jax.partition.chains import Chain
+from merak_jax.partition.chain import Chain
 from merak_jax.tracing.jaxprs import evaluate
 
 

@@ -120,7 +120,7 @@ class StateLayout:
                 arrays[number] = jax.device_put(leaves[members[0]], sharding)
             else:
                 members.sort(key=lambda i: self.places[i].lane or 0)
-                host = [_on_default(leaves[i]) for i in members]
+                host = [_on_host(leaves[i]) for i in members]
                 lanes, lane = self.lane_layout(number), self.places[members[0]].lane
                 packed = lanes.pack_stack(host[0]) if lane == -1 else lanes.pack(host)
                 arrays[number] = jax.device_put(packed, sharding)
@@ -129,22 +129,25 @@ class StateLayout:
 
     def unshard(self, arrays: Sequence[Any]) -> Any:
         """The user's own tree, every leaf whole."""
-        return jax.tree.unflatten(self.tree, [self.unpack_leaf(arrays, i) for i in range(len(self.places))])
+        # One transfer for each stored array; a leaf is a copy, as the next step may be given the array's memory.
+        host = [_on_host(a) if lanes is not None else a for a, lanes in zip(arrays, self.lanes)]
+        leaves = [self.unpack_leaf(host, i) for i in range(len(self.places))]
+        return jax.tree.unflatten(
+            self.tree, [jnp.array(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in leaves]
+        )
 
 
 def _copy(arrays: list[Any], shardings: tuple[NamedSharding, ...]) -> list[Any]:
     return jax.jit(lambda xs: [jnp.copy(x) for x in xs], out_shardings=list(shardings))(arrays)
 
 
-def _on_default(leaf):
-    """A leaf that other devices may hold, brought to where stacking is possible."""
-    if (
-        isinstance(leaf, jax.Array)
-        and len(leaf.sharding.device_set) > 1
-        and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
-    ):
-        return np.asarray(leaf)
-    return leaf
+def _on_host(x: Any) -> Any:
+    """An array as a NumPy array, where one can be had: slicing and stacking many leaves is far quicker there."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or not x.is_fully_addressable:
+        return x
+    return np.asarray(x)
 
 
 def leaf_paths(tree: Any) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from merak_jax import _compat
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 # Programs inside these are flattened too; functions with custom derivatives stay as they are.
 _NESTING = frozenset({"scan", "while", "cond", "remat2", "checkpoint"})
+_REMAT = frozenset({"checkpoint", "remat", "remat2"})
+_KEYS = frozenset({"random_fold_in", "random_wrap", "random_unwrap"})
 
 
 def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -54,6 +56,9 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
                 continue
             if eqn.primitive.name in _NESTING:
                 eqn = _flat_inside(eqn)
+            if eqn.primitive.name in _REMAT:
+                derived, eqn, operands = _keys_outside(eqn, operands)
+                eqns.extend(derived)
             outvars = []
             for var in eqn.outvars:
                 new = _compat.new_var(var.aval)
@@ -69,7 +74,7 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def passed_on(eqn: JaxprEqn) -> dict[int, int]:
     """Results of a remat or scan that are operands, untouched: `{result: operand}`. nnx.remat and nnx.scan return whole modules."""
-    if eqn.primitive.name not in ("checkpoint", "remat", "remat2", "scan"):
+    if eqn.primitive.name not in _REMAT | {"scan"}:
         return {}
     inner = eqn.params["jaxpr"]
     inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
@@ -98,6 +103,32 @@ def _flat_inside(eqn: JaxprEqn) -> JaxprEqn:
 
     params = {key: flat(value) for key, value in eqn.params.items()}
     return eqn.replace(params=params) if any(params[key] is not v for key, v in eqn.params.items()) else eqn
+
+
+def _keys_outside(remat: JaxprEqn, operands: list) -> tuple[list[JaxprEqn], JaxprEqn, list]:
+    """Derive the random keys of a remat before it: `(equations, remat that takes the keys, its operands)`.
+
+    flax folds the path of a module into its keys, a number that differs from block to block. Inside a remat it would make
+    blocks that do the same work look different.
+    """
+    inner = remat.params["jaxpr"]
+    outer: dict[Var, Any] = dict(zip(inner.invars, operands))
+    derived, keys, body = [], [], []
+    for eqn in inner.eqns:
+        if eqn.primitive.name not in _KEYS or not all(isinstance(a, Literal) or a in outer for a in eqn.invars):
+            body.append(eqn)
+            continue
+        results = [_compat.new_var(v.aval) for v in eqn.outvars]
+        derived.append(
+            eqn.replace(invars=[a if isinstance(a, Literal) else outer[a] for a in eqn.invars], outvars=results)
+        )
+        outer.update(zip(eqn.outvars, results))
+        keys.extend(eqn.outvars)
+    if not derived:
+        return [], remat, operands
+    jaxpr = make_jaxpr(inner.constvars, [*inner.invars, *keys], inner.outvars, body)
+    operands = [*operands, *(outer[key] for key in keys)]
+    return derived, remat.replace(params={**remat.params, "jaxpr": jaxpr}), operands
 
 
 def _has_calls(jaxpr: Jaxpr) -> bool:

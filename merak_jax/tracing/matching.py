@@ -124,11 +124,21 @@ def _merge_params(a: JaxprEqn, b: JaxprEqn, where: Callable[[], str], exact: boo
             merged[key] = tuple(_merge_nested(v, w, where, exact) for v, w in zip(value, other))
         elif _is_function(value) and _is_function(other):
             continue  # a rule or a policy: two traces never give the same object
-        elif not _equal(value, other) and key not in SHAPE_PARAMS.get(a.primitive.name, ()):
+        elif not _equal(value, other) and not _follows_shapes(a, b, key):
             raise NotSeparableError(
                 _different(f"`{a.primitive}` has {key}={value} in one, {key}={other} in the other{where()}")
             )
     return merged
+
+
+def _follows_shapes(a: JaxprEqn, b: JaxprEqn, key: str) -> bool:
+    """Whether a parameter may differ because shapes do; where a slice begins may differ only along an axis that does."""
+    if key not in SHAPE_PARAMS.get(a.primitive.name, ()):
+        return False
+    if a.primitive.name != "slice":
+        return True
+    sizes = zip(a.invars[0].aval.shape, b.invars[0].aval.shape, strict=True)
+    return all(x == y or n != m for (n, m), x, y in zip(sizes, a.params[key], b.params[key]))
 
 
 def _merge_nested(a: Any, b: Any, where: Callable[[], str], exact: bool) -> Any:
