@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,6 +54,23 @@ def has_source(eqn) -> bool:
 def calling_line() -> str:
     """The user's line that is running now."""
     return _describe_frames(list(_source_info.user_frames(_source_info.current().traceback)))
+
+
+def static_arguments(function: Any) -> tuple[int, ...]:
+    """The positions of the arguments that a `jax.jit` or `nnx.jit` around a function takes as static."""
+    found = getattr(getattr(function, "_jit_info", function), "static_argnums", None)
+    return (found,) if isinstance(found, int) else tuple(found or ())
+
+
+def failing_line(error: BaseException) -> str:
+    """The user's line where an exception was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [
+        _source_info.Frame(f.filename, f.name, f.lineno, 0, f.lineno, 0)
+        for f in reversed(frames)
+        if f.lineno is not None and _source_info.is_user_filename(f.filename)
+    ]
+    return _describe_frames(found)
 
 
 def _describe_frames(frames) -> str:

@@ -22,7 +22,7 @@ from merak_jax.runtime.initialise import initialise
 from merak_jax.runtime.program import StepProgram
 from merak_jax.runtime.state import DeferredState, PackedState, StateLayout, shapes_key
 from merak_jax.tracing.microbatch import rows_to_trace
-from merak_jax.tracing.step import abstract, batch_rows, trace, unwrap
+from merak_jax.tracing.step import abstract, batch_rows, static_arguments, trace, unwrap
 
 P = PartitionSpec
 
@@ -140,7 +140,7 @@ class ParallelStep:
         semantics: str,
     ):
         functools.update_wrapper(self, train_step, updated=())
-        self._train_step = unwrap(train_step)
+        self._train_step, self._static = unwrap(train_step), static_arguments(train_step)
         self.mesh = mesh
         self._num_microbatches, self._batch_argnums = num_microbatches, batch_argnums
         self._schedule, self._donate, self._semantics = schedule, donate, semantics
@@ -189,15 +189,21 @@ class ParallelStep:
         return state.make() if isinstance(state, DeferredState) else state
 
     def _positional(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """The arguments in the order of the train step's signature."""
-        if not kwargs:
-            return args
-        bound = inspect.signature(self._train_step).bind(*args, **kwargs)
-        if bound.kwargs:
+        """The arguments in the order of the train step's signature; PlanError for one that is static under the user's jit."""
+        if kwargs:
+            bound = inspect.signature(self._train_step).bind(*args, **kwargs)
+            if bound.kwargs:
+                raise PlanError(
+                    f"keyword-only arguments {sorted(bound.kwargs)} of the train step are not supported; make them positional"
+                )
+            args = bound.args
+        static = [n for n in self._static if n < len(args)]
+        if static:
             raise PlanError(
-                f"keyword-only arguments {sorted(bound.kwargs)} of the train step are not supported; make them positional"
+                f"argument {static[0]} of the train step is static under the jit around it, and the parallel step takes arrays "
+                f"only ({args[static[0]]!r}); bind it first: merak_jax.parallelize(functools.partial(train_step, ...))"
             )
-        return bound.args
+        return args
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The step traced for these arguments, which may be abstract; sets `plan`. Lowering itself waits until it is asked for."""

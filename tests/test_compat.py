@@ -14,8 +14,7 @@ import pytest
 from jax import value_and_grad
 
 from merak_jax import _compat
-from merak_jax.tracing.inline import make_jaxpr
-from merak_jax.tracing.jaxprs import evaluate
+from merak_jax.tracing.jaxprs import evaluate, make_jaxpr
 
 PACKAGE = Path(_compat.__file__).parent
 

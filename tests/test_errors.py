@@ -402,7 +402,7 @@ def test_a_batch_size_written_into_the_loss_is_explained_by_the_microbatch():
         logits = state.apply_fn({"params": params}, batch["x"]).reshape(ROWS, CLASSES)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
-    with pytest.raises(errors.MerakError, match=r"4 rows"):
+    with pytest.raises(errors.MerakError, match=r"4 rows.*test_errors.py:\d+"):
         run(step_with(loss))
 
 

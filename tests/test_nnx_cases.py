@@ -264,6 +264,32 @@ def test_split_and_merge_inside_a_mutating_step():
 
 
 @pytest.mark.filterwarnings("error::merak_jax.runtime.reroll.RerollWarning")
+class RematModel(Model):
+    def __call__(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = nnx.remat(lambda layer, x: layer(x))(layer, x)
+        return self.head(x)
+
+
+class ScanModel(nnx.Module):
+    def __init__(self, rate):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=jnp.float64)
+        self.layers = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: Block(rngs, rate)))(rngs)
+        self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs, param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        scanned = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.head(scanned(self.first(x), self.layers))
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize("make_model", [RematModel, ScanModel])
+def test_25_dropout_inside_remat_and_scan_draws_the_masks_of_one_device_and_its_counts_advance(make_model, pipe):
+    assert_same_as_nnx_jit(train_step, lambda: make_objects(lambda: make_model(rate=0.3)), pipe=pipe)
+
+
 def test_blocks_under_remat_which_returns_them_whole():
     class Rematerialised(Model):
         def __call__(self, x):

@@ -65,7 +65,7 @@ def types(precision: str) -> dict[str, Any]:
 def text_batches(precision: str) -> Callable[[int, int], dict]:
     """Tokens, targets and the mask of rows of unequal length; for bfloat16 few tokens and one target."""
     if precision == "bfloat16":
-        return lambda n, rows: parity.make_coherent_batch(n, rows)
+        return parity.make_coherent_batch
     return lambda n, rows: parity.make_batch(n, rows, dtype=PRECISIONS[precision][0])
 
 

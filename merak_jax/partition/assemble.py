@@ -12,8 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from merak_jax import _compat
 from merak_jax.partition.chain import Chain, PlacedChain
 from merak_jax.partition.chains import BATCH, BOTH
-from merak_jax.tracing.inline import make_jaxpr
-from merak_jax.tracing.jaxprs import Atom
+from merak_jax.tracing.jaxprs import Atom, make_jaxpr
 
 if TYPE_CHECKING:
     from merak_jax.partition.blocks import BlockGraph

@@ -14,7 +14,7 @@ from merak_jax.partition.chain import Chain, PlacedChain
 from merak_jax.partition.chains import BATCH, BOTH, find_chains, pipelined
 from merak_jax.partition.fingerprint import equation_shape
 from merak_jax.partition.work import flops
-from merak_jax.tracing.inline import make_jaxpr
+from merak_jax.tracing.jaxprs import make_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from merak_jax import _compat
-from merak_jax.tracing.inline import make_jaxpr
-from merak_jax.tracing.jaxprs import Atom
+from merak_jax.tracing.jaxprs import Atom, make_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)

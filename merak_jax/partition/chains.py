@@ -14,8 +14,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from merak_jax import _compat
 from merak_jax.partition.chain import Chain, LaneSlot, PlacedChain
 from merak_jax.partition.fingerprint import equation_numbers, equation_shape, same_literal
-from merak_jax.tracing.inline import inline, make_jaxpr
-from merak_jax.tracing.jaxprs import Atom, defining_equations, is_dropped, slice_program
+from merak_jax.tracing.inline import inline
+from merak_jax.tracing.jaxprs import Atom, defining_equations, is_dropped, make_jaxpr, slice_program
 
 PARAMETER, BATCH, BOTH = 1, 2, 3
 
@@ -258,6 +258,9 @@ def _wired_chain(search: _Search, start, period, repeats) -> PlacedChain:
                 collected.setdefault((j, o), set()).add(atom)
             elif (j, o) not in carry_init:
                 extra[(j, o)] = atom
+    # A layer under remat is one equation too.
+    if collected and period < 2 and not _compat.sub_jaxprs(segments[0][0]):
+        raise fail(0, "is all there is of a block whose value is read later: products in a row, and no layers")
     keys = list(carry_init)
     positions = {key: n for n, key in enumerate(keys)}
     out = [rename[segments[1][key[0]].outvars[key[1]]] if isinstance(key, tuple) else carry_in[key] for key in keys]

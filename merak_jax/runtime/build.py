@@ -21,7 +21,7 @@ from merak_jax.runtime.sharding import choose_shardings
 from merak_jax.runtime.state import StateLayout
 from merak_jax.schedules.forward_only import forward_only
 from merak_jax.schedules.ticks import TickTable
-from merak_jax.tracing.inline import make_jaxpr
+from merak_jax.tracing.jaxprs import make_jaxpr
 from merak_jax.tracing.step import TracedStep
 
 
@@ -98,6 +98,9 @@ def build(
     prepare = Rerolled(program, lane_groups, stack_inputs)
     gradient_groups, gradient_stacks = _gradient_groups(full, loss, lane_groups, stack_inputs)
     names = {v: f"state leaf {path}" for v, path in zip(jaxpr.invars, full.leaf_path)}
+    gradients = full.equation.outvars[len(full.equation.outvars) - len(operands) + full.num_loss_constants :]
+    parameters = zip(gradients, operands[full.num_loss_constants :])
+    names.update({g: f"the gradient of {names[p]}" for g, p in parameters if isinstance(p, Var) and p in names})
     update = Rerolled(step, {**groups.lanes, **gradient_groups}, {**groups.stacks, **gradient_stacks}, names)
     layouts = groups.layouts(full, mesh, shardings.stored, stored)
     shared, shared_gradient, lane_gradient = wanted_gradients(loss, full.num_loss_constants)

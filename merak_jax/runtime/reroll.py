@@ -47,7 +47,7 @@ _STACK_FOLDS: dict[str, Callable] = {
 
 
 class RerollWarning(UserWarning):
-    """A value per block could not be computed for all blocks at once; it runs block by block, correct and slower."""
+    """A value per block could not be computed for all blocks at once, each on its stage; it is correct, and slower."""
 
 
 class Rerolled:
@@ -129,18 +129,25 @@ class Rerolled:
             return len(eqn.invars) == 1 and bool(dims) and dims[0] == 0
         return False
 
-    def warn(self, atoms: Sequence[Atom]) -> None:
-        """Say once that a value of each block is computed block by block, and which leaf of the state it is made of."""
-        if (
-            self.has_warned
-            or atoms[0].aval.size <= 1
-            or not any(isinstance(a, Var) and a in self.touched for a in atoms)
-        ):
+    def warn(self, atoms: Sequence[Atom], *, drawn: bool = False) -> None:
+        """Say once that a value of each block is computed block by block, and which leaf of the state it is made of.
+
+        Scalars are not worth it, and values that no packed leaf goes into are only if they are random draws (`drawn`).
+        """
+        self._warn_once(atoms, atoms[0].aval.size, "each block", "block by block", drawn)
+
+    def warn_of_stack(self, atom: Atom, layout: LaneLayout) -> None:
+        """Say once that a value `[L, ...]` is computed whole, on every stage, and which leaf of the state it is made of."""
+        self._warn_once([atom], atom.aval.size // layout.num_lanes, "all blocks", "whole, on every stage")
+
+    def _warn_once(self, atoms: Sequence[Atom], size: int, of: str, how: str, drawn: bool = False) -> None:
+        from_blocks = drawn or any(isinstance(a, Var) and a in self.touched for a in atoms)
+        if self.has_warned or size <= 1 or not from_blocks:
             return
         self.has_warned = True
         leaf = self._leaf_of(atoms)
         warnings.warn(
-            f"a value {atoms[0].aval.str_short()} of each block{f', made of {leaf},' if leaf else ''} is computed block by block, "
+            f"a value {atoms[0].aval.str_short()} of {of}{f', made of {leaf},' if leaf else ''} is computed {how}, "
             "which is slower; perhaps other values too",
             RerollWarning,
             stacklevel=2,
@@ -237,8 +244,9 @@ class Evaluation:
             and len({program.shapes[s[0]] for s in sources}) == 1
             and len({s[0] for s in sources}) == len(sources)
         )
-        if not alike or _draws_otherwise_in_batches(program.jaxpr.eqns[sources[0][0]]):
-            self._lane_values[atoms, layout] = (self._one_by_one(atoms, layout), True)
+        drawn = alike and _draws_otherwise_in_batches(program.jaxpr.eqns[sources[0][0]])
+        if not alike or drawn:
+            self._lane_values[atoms, layout] = (self._one_by_one(atoms, layout, drawn=drawn), True)
             return
         eqns = [program.jaxpr.eqns[s[0]] for s in sources]
         operands = [self._lane(column, layout) for column in zip(*(e.invars for e in eqns))]
@@ -247,8 +255,8 @@ class Evaluation:
         for outvars, value in zip(zip(*(e.outvars for e in eqns)), results):
             self._lane_values[outvars, layout] = (value, is_lane)
 
-    def _one_by_one(self, atoms, layout: LaneLayout) -> Any:
-        self.program.warn(atoms)
+    def _one_by_one(self, atoms, layout: LaneLayout, *, drawn: bool = False) -> Any:
+        self.program.warn(atoms, drawn=drawn)
         return layout.pack([self._full(a) for a in atoms])
 
     # Whole values.
@@ -400,13 +408,17 @@ class Evaluation:
         return self._stack_values[atom]
 
     def _spread(self, atom: Atom, layout: LaneLayout) -> Any:
-        """A value that is not made from a stack, packed; a spread scalar stays a scalar until it is needed."""
+        """A value that is not made from a stack, packed; what is the same for all blocks is spread when it is needed."""
         source = self.program.defined.get(atom) if isinstance(atom, Var) else None
         if source is not None:
             eqn = self.program.jaxpr.eqns[source[0]]
-            if eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape == ():
-                shape = (layout.num_stages, layout.depth, *atom.aval.shape[1:])
-                return jnp.broadcast_to(jnp.asarray(self._full(eqn.invars[0]), atom.aval.dtype), shape)
+            dims = eqn.params.get("broadcast_dimensions", ())
+            operand = eqn.invars[0] if eqn.primitive.name == "broadcast_in_dim" and len(eqn.invars) == 1 else None
+            if operand is not None and (0 not in dims or operand.aval.shape[dims.index(0)] == 1):
+                value = jnp.asarray(self._full(operand), atom.aval.dtype)
+                one_block = lax.broadcast_in_dim(value, (1, *atom.aval.shape[1:]), dims)
+                return jnp.broadcast_to(one_block, (layout.num_stages, layout.depth, *atom.aval.shape[1:]))
+        self.program.warn_of_stack(atom, layout)
         return layout.pack_stack(self._full(atom))
 
 

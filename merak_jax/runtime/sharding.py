@@ -18,8 +18,7 @@ from merak_jax.partition.lanes import LaneLayout
 from merak_jax.partition.tensor import TensorLayout, tensor_layout, vocabulary_split
 from merak_jax.runtime.groups import StateGroups, stack_leaves
 from merak_jax.runtime.reroll import lane_leaves
-from merak_jax.tracing.inline import make_jaxpr
-from merak_jax.tracing.jaxprs import defining_equations
+from merak_jax.tracing.jaxprs import defining_equations, make_jaxpr
 
 P = PartitionSpec
 

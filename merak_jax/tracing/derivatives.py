@@ -14,8 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
-from merak_jax.tracing.inline import make_jaxpr
-from merak_jax.tracing.jaxprs import function_of
+from merak_jax.tracing.jaxprs import function_of, make_jaxpr
 from merak_jax.tracing.matching import open_jaxpr
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, Var
+from jax.interpreters import ad, batching
 
 from merak_jax import _compat
 from merak_jax.errors import GradientCallError
@@ -29,6 +31,16 @@ def loss_and_grad_avals(jaxpr: ClosedJaxpr, num_constants: int) -> list:
 def _abstract(*_, jaxpr: ClosedJaxpr, num_constants: int, source: str):
     return loss_and_grad_avals(jaxpr, num_constants)
 
+
+def _transformed(what: str, source: str) -> NoReturn:
+    raise GradientCallError(
+        f"the gradient at {source} is taken under {what}; call it once, directly in the train step, with the whole batch"
+    )
+
+
+# A loop over microbatches or examples that is written with jax.vmap, and derivatives of gradients.
+batching.primitive_batchers[loss_and_grad_p] = lambda *_, source, **__: _transformed("jax.vmap", source)
+ad.primitive_jvps[loss_and_grad_p] = lambda *_, source, **__: _transformed("jax.jvp or another derivative", source)
 
 evaluation_p = Primitive("evaluation")
 evaluation_p.multiple_results = True

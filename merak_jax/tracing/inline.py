@@ -7,12 +7,12 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
+from merak_jax.tracing.jaxprs import make_jaxpr
+from merak_jax.tracing.side_results import REMAT, counted_apart, keys_outside, passed_on
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 # Programs inside these are flattened too; functions with custom derivatives stay as they are.
 _NESTING = frozenset({"scan", "while", "cond", "remat2", "checkpoint"})
-_REMAT = frozenset({"checkpoint", "remat", "remat2"})
-_KEYS = frozenset({"random_fold_in", "random_wrap", "random_unwrap"})
 
 
 def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -56,35 +56,23 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
                 continue
             if eqn.primitive.name in _NESTING:
                 eqn = _flat_inside(eqn)
-            if eqn.primitive.name in _REMAT:
-                derived, eqn, operands = _keys_outside(eqn, operands)
+            if eqn.primitive.name in REMAT:
+                derived, eqn, operands = keys_outside(eqn, operands)
                 eqns.extend(derived)
             outvars = []
             for var in eqn.outvars:
                 new = _compat.new_var(var.aval)
                 env[var] = new
                 outvars.append(new)
+            counted, apart = counted_apart(eqn, operands)
+            eqns.extend(counted)
             eqns.append(eqn.replace(invars=operands, outvars=outvars))
+            env.update((eqn.outvars[n], atom) for n, atom in apart.items())
             env.update((eqn.outvars[n], operands[i]) for n, i in passed_on(eqn).items())
 
     emit(closed.jaxpr, env)
     outvars = [a if isinstance(a, Literal) else env[a] for a in closed.jaxpr.outvars]
     return ClosedJaxpr(make_jaxpr(new_constvars, invars, outvars, eqns), consts)
-
-
-def passed_on(eqn: JaxprEqn) -> dict[int, int]:
-    """Results of a remat or scan that are operands, untouched: `{result: operand}`. nnx.remat and nnx.scan return whole modules."""
-    if eqn.primitive.name not in _REMAT | {"scan"}:
-        return {}
-    inner = eqn.params["jaxpr"]
-    inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-    position = {v: i for i, v in enumerate(inner.invars)}
-    found = {n: position[a] for n, a in enumerate(inner.outvars) if isinstance(a, Var) and a in position}
-    if eqn.primitive.name != "scan":
-        return found
-    carries = eqn.params["num_carry"]
-    first_stack = eqn.params["num_consts"] + carries
-    return {n: i for n, i in found.items() if (i == eqn.params["num_consts"] + n if n < carries else i >= first_stack)}
 
 
 def _flat_inside(eqn: JaxprEqn) -> JaxprEqn:
@@ -105,41 +93,9 @@ def _flat_inside(eqn: JaxprEqn) -> JaxprEqn:
     return eqn.replace(params=params) if any(params[key] is not v for key, v in eqn.params.items()) else eqn
 
 
-def _keys_outside(remat: JaxprEqn, operands: list) -> tuple[list[JaxprEqn], JaxprEqn, list]:
-    """Derive the random keys of a remat before it: `(equations, remat that takes the keys, its operands)`.
-
-    flax folds the path of a module into its keys, a number that differs from block to block. Inside a remat it would make
-    blocks that do the same work look different.
-    """
-    inner = remat.params["jaxpr"]
-    outer: dict[Var, Any] = dict(zip(inner.invars, operands))
-    derived, keys, body = [], [], []
-    for eqn in inner.eqns:
-        if eqn.primitive.name not in _KEYS or not all(isinstance(a, Literal) or a in outer for a in eqn.invars):
-            body.append(eqn)
-            continue
-        results = [_compat.new_var(v.aval) for v in eqn.outvars]
-        derived.append(
-            eqn.replace(invars=[a if isinstance(a, Literal) else outer[a] for a in eqn.invars], outvars=results)
-        )
-        outer.update(zip(eqn.outvars, results))
-        keys.extend(eqn.outvars)
-    if not derived:
-        return [], remat, operands
-    jaxpr = make_jaxpr(inner.constvars, [*inner.invars, *keys], inner.outvars, body)
-    operands = [*operands, *(outer[key] for key in keys)]
-    return derived, remat.replace(params={**remat.params, "jaxpr": jaxpr}), operands
-
-
 def _has_calls(jaxpr: Jaxpr) -> bool:
     return any(
         eqn.primitive.name in _CALLS
         or (eqn.primitive.name in _NESTING and any(_has_calls(inner) for inner in _compat.sub_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
-
-
-def make_jaxpr(constvars, invars, outvars, eqns) -> Jaxpr:
-    """A jaxpr from its parts, with the effects of its equations."""
-    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
-    return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=_compat.no_debug_info())

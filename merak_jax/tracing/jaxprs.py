@@ -7,9 +7,26 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from merak_jax.tracing.inline import make_jaxpr
+from merak_jax import _compat
 
 Atom: TypeAlias = Var | Literal
+
+
+def make_jaxpr(constvars, invars, outvars, eqns) -> Jaxpr:
+    """A jaxpr from its parts, with the effects of its equations."""
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=_compat.no_debug_info())
+
+
+def live_equations(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], *, keep_effects: bool = True) -> list[bool]:
+    """Which equations the outputs need; those with effects (a debug print) are needed too."""
+    needed = {a for a in outvars if isinstance(a, Var)}
+    flags = [False] * len(eqns)
+    for i in range(len(eqns) - 1, -1, -1):
+        if (keep_effects and eqns[i].effects) or any(v in needed for v in eqns[i].outvars):
+            flags[i] = True
+            needed.update(a for a in eqns[i].invars if isinstance(a, Var))
+    return flags
 
 
 def evaluate_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

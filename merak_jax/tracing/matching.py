@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
-from merak_jax.tracing.inline import make_jaxpr
+from merak_jax.tracing.jaxprs import make_jaxpr
 
 # Parameters that carry the shape of a result; every other one must be the same in both programs.
 SHAPE_PARAMS: dict[str, frozenset[str]] = {

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
-from merak_jax.tracing.inline import make_jaxpr
+from merak_jax.tracing.jaxprs import live_equations, make_jaxpr
 from merak_jax.tracing.matching import merge
 from merak_jax.tracing.resize import resized
 from merak_jax.tracing.rows import WAYS_OUT, Atom, Walker, differing_axes, numbers_variable
@@ -111,7 +111,7 @@ def microbatch(
     merged = merge(full.jaxpr, micro.jaxpr)
     if rows_traced != rows_micro:
         merged = resized(full.jaxpr, merged, rows_full, rows_traced, rows_micro)
-    live = _live(full.jaxpr.eqns, full.jaxpr.outvars)
+    live = live_equations(full.jaxpr.eqns, full.jaxpr.outvars)
     split = _Split(full, merged, rows_full, rows_micro, differentiated)
     split.read_inputs(statuses, domains)
     for is_live, a, b in zip(live, full.jaxpr.eqns, merged.eqns):
@@ -196,7 +196,7 @@ class _Split:
             outvars[0] = self._loss(outvars[0])
         post, outvars = self._postcompute(outvars)
         candidates = [e for e in walker.eqns if not any(v in self.full_of for v in e.outvars)]
-        kept = [e for e, live in zip(candidates, _live(candidates, outvars)) if live]
+        kept = [e for e, live in zip(candidates, live_equations(candidates, outvars)) if live]
         used = {a for e in kept for a in e.invars if isinstance(a, Var)} | {a for a in outvars if isinstance(a, Var)}
         precomputed = [v for v in self.full_of if v in used]
         constants = [
@@ -326,7 +326,7 @@ def own_batches(
     walker.status.update((v, Shared()) for v in micro.jaxpr.constvars)
     domain.update((v, Domain(d)) for v, d in zip(micro.jaxpr.invars, domains))
     walker.status.update(zip(micro.jaxpr.invars, statuses))
-    live = _live(micro.jaxpr.eqns, micro.jaxpr.outvars)
+    live = live_equations(micro.jaxpr.eqns, micro.jaxpr.outvars)
     for is_live, a, b in zip(live, full.jaxpr.eqns, micro.jaxpr.eqns):
         if is_live:
             walker.step(a, b)
@@ -353,7 +353,7 @@ def own_batches(
             walker.status[b] = Partial()
         outvars.append(b)
     update_domains()
-    kept = [e for e, needed in zip(walker.eqns, _live(walker.eqns, outvars)) if needed]
+    kept = [e for e, needed in zip(walker.eqns, live_equations(walker.eqns, outvars)) if needed]
     pipeline = make_jaxpr(micro.jaxpr.constvars, [*micro.jaxpr.invars, walker.numbers], outvars, kept)
     results = [_compat.new_var(a.aval) for a in full.jaxpr.outvars]
 
@@ -378,7 +378,7 @@ def own_batches(
 def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain], rows: int) -> MicrobatchedLoss:
     """One microbatch: every value is its own truth."""
     jaxpr = loss.jaxpr
-    eqns = [e for e, live in zip(jaxpr.eqns, _live(jaxpr.eqns, jaxpr.outvars)) if live]
+    eqns = [e for e, live in zip(jaxpr.eqns, live_equations(jaxpr.eqns, jaxpr.outvars)) if live]
     numbers = numbers_variable(rows)
     domain: dict[Var, Domain] = dict.fromkeys(jaxpr.constvars, Domain.CONSTANT)
     domain.update((v, Domain(d)) for v, d in zip(jaxpr.invars, domains))
@@ -432,7 +432,7 @@ def _result(
 
 def _precompute_program(full: ClosedJaxpr, outvars: Sequence[Var]) -> ClosedJaxpr:
     jaxpr = full.jaxpr
-    eqns = [e for e, live in zip(jaxpr.eqns, _live(jaxpr.eqns, outvars, keep_effects=False)) if live]
+    eqns = [e for e, live in zip(jaxpr.eqns, live_equations(jaxpr.eqns, outvars, keep_effects=False)) if live]
     used = {a for e in eqns for a in e.invars if isinstance(a, Var)} | set(outvars)
     constants = [(v, c) for v, c in zip(jaxpr.constvars, full.consts) if v in used]
     program = make_jaxpr([v for v, _ in constants], jaxpr.invars, outvars, eqns)
@@ -441,14 +441,3 @@ def _precompute_program(full: ClosedJaxpr, outvars: Sequence[Var]) -> ClosedJaxp
 
 def _variables(jaxpr: Jaxpr) -> list[Var]:
     return [*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)]
-
-
-def _live(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], *, keep_effects: bool = True) -> list[bool]:
-    """Which equations the outputs need; those with effects (a debug print) are needed too."""
-    needed = {a for a in outvars if isinstance(a, Var)}
-    flags = [False] * len(eqns)
-    for i in range(len(eqns) - 1, -1, -1):
-        if (keep_effects and eqns[i].effects) or any(v in needed for v in eqns[i].outvars):
-            flags[i] = True
-            needed.update(a for a in eqns[i].invars if isinstance(a, Var))
-    return flags

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
 from merak_jax.tracing import derivatives
-from merak_jax.tracing.inline import make_jaxpr
+from merak_jax.tracing.jaxprs import make_jaxpr
 from merak_jax.tracing.matching import SHAPE_PARAMS, merge
 
 
@@ -30,6 +30,7 @@ class _Resizer:
     def __init__(self, rows_full: int, rows_other: int, rows: int):
         self.step, self.offset = rows_full - rows_other, rows - rows_other
         self.rows = (rows_full, rows_other, rows)
+        self.at: JaxprEqn | None = None  # the equation at work
 
     def size(self, a: Any, b: Any) -> Any:
         if isinstance(a, tuple | list):
@@ -39,7 +40,8 @@ class _Resizer:
         slope, rest = divmod(int(a) - int(b), self.step)
         if rest or int(b) + slope * self.offset < 0:
             raise NotSeparableError(
-                f"a size is {a} for {self.rows[0]} rows and {b} for {self.rows[1]}, which is not linear"
+                f"a size is {a} for {self.rows[0]} rows and {b} for {self.rows[1]}, which is not linear in the number of rows"
+                f"{f', at {_compat.source_line(self.at)}' if self.at else ''}; a microbatch of {self.rows[2]} rows has no such size"
             )
         return int(b) + slope * self.offset
 
@@ -61,6 +63,7 @@ class _Resizer:
         constvars, invars = define(full.constvars, other.constvars), define(full.invars, other.invars)
         eqns: list[JaxprEqn] = []
         for a, b in zip(full.eqns, other.eqns):
+            self.at = b
             operands = [read(x) for x in b.invars]
             eqns.append(self.equation(a, b, operands, define(a.outvars, b.outvars)))
         return make_jaxpr(constvars, invars, [read(x) for x in other.outvars], eqns)

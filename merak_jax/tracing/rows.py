@@ -16,8 +16,7 @@ from merak_jax.errors import NotSeparableError
 from merak_jax.tracing import indexing as _indexing  # noqa: F401 (registers its rules)
 from merak_jax.tracing import nested
 from merak_jax.tracing import shape_rules as _shape_rules  # noqa: F401 (registers its rules)
-from merak_jax.tracing.inline import make_jaxpr
-from merak_jax.tracing.jaxprs import evaluate, slice_program
+from merak_jax.tracing.jaxprs import evaluate, make_jaxpr, slice_program
 from merak_jax.tracing.matching import open_jaxpr, same_program
 from merak_jax.tracing.separability import RULES, Batched, Partial, Shared, Status, Uniform, is_rows
 

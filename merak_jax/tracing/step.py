@@ -16,8 +16,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from merak_jax import _compat
 from merak_jax.errors import BatchError, GradientCallError, MerakError, TraceError
 from merak_jax.tracing.gradient import captured_gradient_calls, evaluation_p
-from merak_jax.tracing.inline import inline, make_jaxpr
-from merak_jax.tracing.jaxprs import constants_to_inputs
+from merak_jax.tracing.inline import inline
+from merak_jax.tracing.jaxprs import constants_to_inputs, make_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,15 @@ def unwrap(train_step: Callable) -> Callable:
     while hasattr(train_step, "__wrapped__") and hasattr(train_step, "lower"):
         train_step = train_step.__wrapped__
     return train_step
+
+
+def static_arguments(train_step: Callable) -> tuple[int, ...]:
+    """The positions of the arguments that are static under the jits which `unwrap` removes."""
+    found: set[int] = set()
+    while hasattr(train_step, "__wrapped__") and hasattr(train_step, "lower"):
+        found.update(_compat.static_arguments(train_step))
+        train_step = train_step.__wrapped__
+    return tuple(sorted(found))
 
 
 def abstract(tree: Any) -> Any:
@@ -152,15 +161,16 @@ def trace(
         if "unbound axis name" not in str(error):
             raise
         raise TraceError(
-            f"the train step names a mesh axis, as code for jax.pmap does ({str(error).splitlines()[0]}); remove "
-            "lax.pmean, lax.psum and axis_name= from it: the step sees the whole batch"
+            f"the train step names a mesh axis at {_compat.failing_line(error)}, as code for jax.pmap does "
+            f"({str(error).splitlines()[0]}); remove lax.pmean, lax.psum and axis_name= from it: the step sees the whole batch"
         ) from error
     except (TypeError, ValueError, AssertionError) as error:
         if rows is None or isinstance(error, MerakError):
             raise
         raise TraceError(
             f"the train step works for a batch of {size} rows but not for one of {rows} rows, as which it is "
-            f"traced to cut it into microbatches ({error}); take sizes from the batch, not from constants"
+            f"traced to cut it into microbatches: at {_compat.failing_line(error)}, {error}; take sizes from the batch, "
+            "not from constants"
         ) from error
     flat_program = inline(closed)
     closed = _without_dead_equations(flat_program)
@@ -232,10 +242,14 @@ def _the_gradient_call(jaxpr: Jaxpr) -> int | None:
     if not found:
         return None
     if len(found) > 1:
-        lines = "; ".join(jaxpr.eqns[i].params["source"] for i in found)
+        lines = list(dict.fromkeys(jaxpr.eqns[i].params["source"] for i in found))
+        fix = (
+            "call it once, with the whole batch: an accumulation loop is replaced by num_microbatches="
+            if len(lines) == 1
+            else "sum the losses and differentiate once, or wrap one step per loss"
+        )
         raise GradientCallError(
-            f"the train step takes {len(found)} gradients ({lines}); exactly one can be pipelined: "
-            "sum the losses and differentiate once, or wrap one step per loss"
+            f"the train step takes {len(found)} gradients ({'; '.join(lines)}); exactly one can be pipelined: {fix}"
         )
     return found[0]
 

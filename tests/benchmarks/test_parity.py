@@ -59,7 +59,7 @@ def test_the_narrow_precisions_of_the_grid_run_on_three_meshes():
 
 def test_full_is_the_product_of_all_options_and_excludes_the_grid():
     assert set(all_cells()) < set(parity.choose(options("--full")))
-    assert len(parity.choose(options("--full"))) > 10 * len(parity.choose(options("--grid")))
+    assert set(parity.choose(options("--grid"))) < set(parity.choose(options("--full")))
     with pytest.raises(SystemExit):
         options("--full", "--grid")
 
@@ -163,9 +163,9 @@ def test_the_document_has_the_table_with_the_largest_difference_of_each_cell():
     }
     assert (document["passed"], document["failed"], document["not_run"]) == (2, 2, 6)
     assert document["worst"]["float64"] == {
-        "metrics": [1e-16, "GPT-2, 2x2x2 M=8, float64"],
-        "gradients": [2e-3, "GPT-2, 2x2x2 M=8, float64"],
-        "trained": [3e-15, "GPT-2, 2x2x2 M=8, float64"],
+        "metrics": [1e-16, "GPT-2, 2x2x2, M=8, float64"],
+        "gradients": [2e-3, "GPT-2, 2x2x2, M=8, float64"],
+        "trained": [3e-15, "GPT-2, 2x2x2, M=8, float64"],
     }
 
 

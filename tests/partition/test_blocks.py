@@ -110,14 +110,14 @@ def test_one_layer_is_no_chain_and_everything_is_epilogue():
     assert "no repeated blocks" in str(graph)
 
 
-def test_the_first_layer_that_reads_the_batch_itself_is_peeled():
+def test_the_first_layer_that_reads_the_batch_itself_is_a_block_too():
     def loss(params, batch):
         x = batch["x"]
         for w in params:
             x = jnp.tanh(x @ w)
         return jnp.sum(x**2)
 
-    check(loss, weights(*[(W, W)] * 5), BATCH_X, 4)
+    check(loss, weights(*[(W, W)] * 5), BATCH_X, 5)
 
 
 def test_a_first_block_that_differs_is_peeled():
@@ -302,8 +302,8 @@ def test_a_scan_over_stacked_layers_is_a_chain(unroll):
     assert any(e.primitive.name == "mul" for e in graph.chain.lane_prepare.eqns)
 
 
-@pytest.mark.parametrize("kind", ["over time", "reverse", "uses outputs"])
-def test_a_scan_that_is_not_over_layers_is_kept_whole(kind):
+@pytest.mark.parametrize(("kind", "length"), [("over time", 0), ("reverse", 0), ("uses outputs", 3)])
+def test_a_scan_over_layers_is_a_chain_even_if_every_output_is_read_and_other_scans_are_kept_whole(kind, length):
     def loss(params, batch):
         def cell(h, x):
             h = jnp.tanh(h @ params["w"] + x)
@@ -318,7 +318,7 @@ def test_a_scan_that_is_not_over_layers_is_kept_whole(kind):
         return jnp.sum(h**2) + (jnp.sum(hs) if kind == "uses outputs" else 0)
 
     params = {"in": weights((W, W))[0], "w": weights((W, W), seed=1)[0], "stack": weights((3, W))[0]}
-    check(loss, params, BATCH_X, 0)
+    check(loss, params, BATCH_X, length)
 
 
 def test_numbers_that_differ_per_layer_are_lanes():
@@ -380,7 +380,7 @@ def test_a_model_of_flax_dense_layers_names_the_users_line_as_the_source():
             return x
 
     params = Layers().init(jax.random.key(0), BATCH_X["x"])
-    graph = check(lambda p, b: jnp.sum(Layers().apply(p, b["x"]) ** 2), params, BATCH_X, 3)
+    graph = check(lambda p, b: jnp.sum(Layers().apply(p, b["x"]) ** 2), params, BATCH_X, 4)
     assert __file__ in graph.chain.source
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import Literal, Var
 
-from merak_jax.tracing.inline import inline, make_jaxpr
-from merak_jax.tracing.jaxprs import constants_to_inputs, evaluate, function_of, last_uses, slice_program
+from merak_jax.tracing.inline import inline
+from merak_jax.tracing.jaxprs import constants_to_inputs, evaluate, function_of, last_uses, make_jaxpr, slice_program
 
 TABLE = jnp.arange(6.0).reshape(2, 3)
 
