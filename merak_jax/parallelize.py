@@ -224,7 +224,7 @@ class ParallelStep:
         return self._runner_for(args)(args)
 
     def _runner_for(self, args: Sequence[Any]) -> _Runner:
-        key = tuple(_key(a) for a in args)
+        key = tuple(_key(a, f"argument {n}") for n, a in enumerate(args))
         if key not in self._runners:
             stored = {n: a._layout for n, a in enumerate(args) if isinstance(a, PackedState)}
             shapes = [_shapes_of(a) for a in args]
@@ -266,19 +266,19 @@ class Lowered:
         return self._compiled.as_text() if self._compiled is not None else self.lowered.as_text()
 
 
-def _key(argument: Any) -> Any:
+def _key(argument: Any, name: str = "the value") -> Any:
     """What tells arguments of different shapes apart; the same for a state before and after it is packed."""
     if isinstance(argument, PackedState):
         return argument._layout.key
-    return shapes_key(_shapes_of(argument))
+    return shapes_key(_shapes_of(argument, name))
 
 
-def _shapes_of(argument: Any) -> Any:
+def _shapes_of(argument: Any, name: str = "the value") -> Any:
     if isinstance(argument, PackedState):
         return jax.tree.unflatten(argument._layout.tree, argument._layout.avals)
     if isinstance(argument, DeferredState):
         return abstract(argument.shapes)
-    return abstract(argument)
+    return abstract(argument, name)
 
 
 class _Runner:

@@ -18,7 +18,7 @@ from merak_jax.runtime.pipeline import Pipeline
 from merak_jax.runtime.program import StepProgram
 from merak_jax.runtime.reroll import Rerolled, lane_leaves
 from merak_jax.runtime.sharding import choose_shardings
-from merak_jax.runtime.state import StateLayout
+from merak_jax.runtime.state import StateLayout, leaf_paths
 from merak_jax.schedules.forward_only import forward_only
 from merak_jax.schedules.ticks import TickTable
 from merak_jax.tracing.jaxprs import make_jaxpr
@@ -184,6 +184,7 @@ def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int,
         for out_tree, start in candidates:
             positions = tuple(range(start, start + out_tree.num_leaves))
             if out_tree != tree or not leaves or used & set(positions):
+                mismatch = mismatch or _other_leaves(tree, out_tree)
                 continue
             changed = [(n, p) for n, p in zip(leaves, positions) if not _same_type(invars[n], outvars[p])]
             if changed:
@@ -202,6 +203,21 @@ def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int,
             f"{mismatch}; return (new_state, metrics)"
         )
     return result
+
+
+def _other_leaves(before: Any, after: Any) -> str:
+    """How the leaves of a returned tree of the same kind differ from those of the state; empty for a tree of another kind."""
+    if before.node_data() is None or after.node_data() is None or before.node_data()[0] is not after.node_data()[0]:
+        return ""
+    paths = [leaf_paths(jax.tree.unflatten(t, [0] * t.num_leaves)) for t in (before, after)]
+    missing = [p for p in paths[0] if p not in paths[1]]
+    extra = [p for p in paths[1] if p not in paths[0]]
+    if len(missing) == len(paths[0]) or not missing + extra:
+        return ""
+    found = [
+        f"{what} {', '.join(some[:3])}" for what, some in (("it lacks", missing), ("it has a new leaf", extra)) if some
+    ]
+    return f": what it returns is like the state, but {' and '.join(found)}"
 
 
 def _same_type(a: Any, b: Any) -> bool:

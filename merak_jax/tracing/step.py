@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -72,8 +73,8 @@ def static_arguments(train_step: Callable) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def abstract(tree: Any) -> Any:
-    """`tree` with a ShapeDtypeStruct (weak types kept) for each leaf."""
+def abstract(tree: Any, name: str = "the value") -> Any:
+    """`tree` with a ShapeDtypeStruct (weak types kept) for each leaf; TraceError, with its name, for what is no array."""
 
     def leaf(path, x):
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -82,8 +83,8 @@ def abstract(tree: Any) -> Any:
             aval = jax.typeof(jax.numpy.asarray(x) if isinstance(x, (bool, int, float, complex)) else x)
         except TypeError as error:
             raise TraceError(
-                f"the leaf at {jax.tree_util.keystr(path) or 'the root'} is a {type(x).__name__}, not an array or "
-                "a number; keep other values out of the state and the batch"
+                f"{name}{jax.tree_util.keystr(path)} is a {type(x).__name__}, not an array or a number; keep other values out of "
+                "the state and the batch, and bind options first: merak_jax.parallelize(functools.partial(train_step, ...))"
             ) from error
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
@@ -146,17 +147,18 @@ def trace(
             flat[i] = jax.ShapeDtypeStruct((rows, *flat[i].shape[1:]), flat[i].dtype, weak_type=flat[i].weak_type)
     in_trees = tuple(jax.tree.structure(a) for a in args)
 
-    def flat_step(*leaves):
-        # Fresh containers for every trace: a step may pop keys from its batch.
-        rebuilt, start = [], 0
-        for tree in in_trees:
-            rebuilt.append(jax.tree.unflatten(tree, leaves[start : start + tree.num_leaves]))
-            start += tree.num_leaves
-        return train_step(*rebuilt)
+    # A new function for every trace, so that no earlier trace of it is used again; JAX's own errors name the user's.
+    @functools.wraps(train_step)
+    def fresh_step(*args):
+        return train_step(*args)
 
+    abstract_args, start = [], 0
+    for tree in in_trees:
+        abstract_args.append(jax.tree.unflatten(tree, flat[start : start + tree.num_leaves]))
+        start += tree.num_leaves
     try:
         with captured_gradient_calls():
-            closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*flat)
+            closed, out_shape = jax.make_jaxpr(fresh_step, return_shape=True)(*abstract_args)
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise

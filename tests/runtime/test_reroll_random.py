@@ -232,6 +232,14 @@ def group_by_layer(tree: Any, leaves, layouts: dict[str, LaneLayout]):
     return groups, others
 
 
+def polluted(packed, layout: LaneLayout):
+    """`packed` with padding that shows wherever it is used."""
+    if layout.is_full:
+        return packed
+    garbage = np.nan if jnp.issubdtype(packed.dtype, jnp.inexact) else 113
+    return jnp.where(layout.mask(packed.ndim), packed, jnp.asarray(garbage, packed.dtype))
+
+
 def compare(tree: Tree, optimizer) -> bool:
     """Both ways, operation by operation; returns whether the re-rolled one warned."""
     state, layouts = start(tree, optimizer), tree.layouts
@@ -239,7 +247,7 @@ def compare(tree: Tree, optimizer) -> bool:
     jaxpr, constants = constants_to_inputs(inline(closed))
     inputs = dict(zip(jaxpr.invars, [*constants, *jax.tree.leaves(state)], strict=True))
     groups, _ = group_by_layer(state, jaxpr.invars[len(constants) :], layouts)
-    packed = [layout.pack([inputs[v] for v in group]) for group, layout in groups.items()]
+    packed = [polluted(layout.pack([inputs[v] for v in group]), layout) for group, layout in groups.items()]
     grouped = {v for group in groups for v in group}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -304,7 +312,7 @@ def compare_stacked(tree: Tree, optimizer) -> bool:
     jaxpr, constants = constants_to_inputs(inline(closed))
     inputs = dict(zip(jaxpr.invars, [*constants, *jax.tree.leaves(state)], strict=True))
     stacks = stacks_of(state, jaxpr.invars[len(constants) :], layouts)
-    packed = [layout.pack_stack(inputs[v]) for v, layout in stacks.items()]
+    packed = [polluted(layout.pack_stack(inputs[v]), layout) for v, layout in stacks.items()]
     out_stacks = stacks_of(out, jaxpr.outvars, layouts)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
