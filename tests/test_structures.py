@@ -180,6 +180,22 @@ def an_input_read_by_every_block_and_after_them(params, batch):
     return last(params, h * start, batch)
 
 
+def a_scan_that_returns_the_norm_of_every_layer(params, batch):
+    h, norms = jax.lax.scan(
+        lambda h, layer: (tanh_block(layer, h), jnp.sum(layer["up"] ** 2)), first(params, batch), params["blocks"]
+    )
+    return last(params, h, batch) + 0.1 * norms.max()
+
+
+def sorted_values_of_a_wide_head(params, batch):
+    h = first(params, batch)
+    for layer in params["blocks"]:
+        h = tanh_block(layer, h)
+    logits = h @ params["wide"]
+    largest = jax.lax.top_k(logits, 3)[0].sum(-1)
+    return (jnp.sort(jax.nn.softmax(logits), -1) * jnp.arange(32.0)).mean() + largest.mean()
+
+
 @pytest.mark.parametrize(
     "loss, params",
     [
@@ -197,6 +213,8 @@ def an_input_read_by_every_block_and_after_them(params, batch):
         (a_value_of_every_block_read_at_the_end, PARAMS),
         (a_scan_whose_per_layer_values_are_read, STACKED),
         (an_input_read_by_every_block_and_after_them, PARAMS),
+        (a_scan_that_returns_the_norm_of_every_layer, STACKED),
+        (sorted_values_of_a_wide_head, {**PARAMS, "wide": array(6, 32)}),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )

@@ -154,14 +154,18 @@ def bert_config(precision: str, **changes) -> bert.BertConfig:
 
 
 def bert_task(precision: str, **changes) -> Task:
-    """Masked tokens of padded rows."""
+    """Masked tokens of padded rows; in bfloat16 every token is masked.
+
+    With a few masked tokens the gradients of the scales, after the blocks' last norms, nearly cancel: in bfloat16 one device
+    is 1.8 % from float32 in its worst leaf, and a mesh 2.9 %. With all of them, both are at most 1.6 %.
+    """
     text = text_batches(precision)
 
     def make_batch(n, rows):
         batch = text(n, rows)
         valid = batch["mask"].astype(bool)
-        is_masked = valid & (np.random.default_rng(n + 50).random(valid.shape) < 0.4)
-        is_masked[:, 0] |= precision == "bfloat16"
+        share = 1.0 if precision == "bfloat16" else 0.4
+        is_masked = valid & (np.random.default_rng(n + 50).random(valid.shape) < share)
         return {"tokens": batch["tokens"], "targets": batch["targets"], "valid": valid, "is_masked": is_masked}
 
     def loss(apply, params, batch, key):

@@ -191,7 +191,7 @@ def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int,
                 n, p = changed[0]
                 mismatch = (
                     f": leaf {traced.leaf_path[n]} goes in as {invars[n].aval.str_short()} and comes out as "
-                    f"{outvars[p].aval.str_short()}"
+                    f"{outvars[p].aval.str_short()}, which would be another program for the next call; give it that type from the start"
                 )
                 continue
             result[argument] = positions
@@ -200,7 +200,7 @@ def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int,
     if not result and not traced.is_evaluation:
         raise PlanError(
             "the train step does not return a new state with the structure, shapes and types of the state it takes"
-            f"{mismatch}; return (new_state, metrics)"
+            f"{mismatch or '; return (new_state, metrics)'}"
         )
     return result
 

@@ -20,6 +20,7 @@ from merak_jax.runtime.reroll import lane_leaves
 from merak_jax.runtime.stage import is_differentiable
 from merak_jax.tracing.jaxprs import constants_to_inputs
 from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch, own_batches
+from merak_jax.tracing.side_results import without_side_results
 from merak_jax.tracing.step import TracedStep
 
 
@@ -70,10 +71,13 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int, semant
             domains.append(Domain.CONSTANT if constant else Domain(bits & PARAMETER))
     if not full.is_evaluation:
         _check_loss_reads(full, domains, depends)
+    pairs = zip(full.loss.jaxpr.constvars, micro.loss.jaxpr.constvars)
+    from_batch = [a.aval.shape != b.aval.shape for a, b in pairs] + [bool(d & Domain.BATCH) for d in domains]
+    loss, micro_loss = (without_side_results(x.loss, from_batch) for x in (full, micro))
     if semantics == "per_microbatch":
         proved = own_batches(
-            full.loss,
-            micro.loss,
+            loss,
+            micro_loss,
             statuses,
             domains,
             rows_full=full.rows,
@@ -82,8 +86,8 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int, semant
         )
     else:
         proved = microbatch(
-            full.loss,
-            micro.loss,
+            loss,
+            micro_loss,
             statuses,
             domains,
             rows_full=full.rows,

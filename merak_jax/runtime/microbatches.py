@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from merak_jax.runtime.rows import rows_back, rows_first
 from merak_jax.runtime.stage import accumulator_dtype, is_differentiable, put, select, take
-from merak_jax.tracing.jaxprs import evaluate
+from merak_jax.tracing.jaxprs import evaluate, evaluate_equation
 from merak_jax.tracing.microbatch import Batched, Partial
 
 if TYPE_CHECKING:
@@ -54,8 +54,16 @@ class Run:
 
     def epilogue(self, carry, shared, rows) -> tuple[Any, list[Any]]:
         """`(loss, all outputs)` of a microbatch."""
-        outputs = evaluate(self.graph.epilogue, [], *carry, *self.values(self.graph.epilogue_shared, shared), *rows)
+        operands = [*carry, *self.values(self.graph.epilogue_shared, shared), *rows]
+        outputs = evaluate(self.graph.epilogue, [], *operands, special=self.unsplit)
         return outputs[0] if outputs else None, outputs
+
+    def unsplit(self, eqn, operands) -> list[Any] | None:
+        """Keep whole what is sorted: XLA's partitioner aborts on the scatter in the derivative of a sort of split values."""
+        if eqn.primitive.name not in ("sort", "top_k"):
+            return None
+        results = evaluate_equation(eqn, [self.constrain(x, P()) for x in operands])
+        return [self.constrain(x, P()) for x in results]
 
     # Sharding of what is accumulated.
 

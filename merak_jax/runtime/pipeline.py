@@ -158,7 +158,11 @@ class _TickRun(Run):
 
     def prologue(self, shared, rows) -> list[Any]:
         """The first carry of a microbatch."""
-        made = iter(evaluate(self.graph.prologue, [], *self.values(self.graph.prologue_shared, shared), *rows))
+        made = iter(
+            evaluate(
+                self.graph.prologue, [], *self.values(self.graph.prologue_shared, shared), *rows, special=self.unsplit
+            )
+        )
         given = set(self.graph.prologue_slots)
         return [
             next(made) if n in given else jnp.zeros(aval.shape, aval.dtype)
@@ -167,7 +171,7 @@ class _TickRun(Run):
 
     def side(self, rows) -> list[Any]:
         """What the blocks read of a microbatch besides the carry."""
-        return evaluate(self.graph.side, [], *self.values(self.graph.side_shared), *rows)
+        return evaluate(self.graph.side, [], *self.values(self.graph.side_shared), *rows, special=self.unsplit)
 
     def constrain_lane_sums(self, sums, number: int, inside_pipe: bool = True):
         """Keep the accumulators of a chain's lane gradients split as their parameters are."""

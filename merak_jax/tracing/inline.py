@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.tracing.jaxprs import make_jaxpr
-from merak_jax.tracing.side_results import REMAT, counted_apart, keys_outside, passed_on
+from merak_jax.tracing.side_results import REMAT, keys_outside, passed_on
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 # Programs inside these are flattened too; functions with custom derivatives stay as they are.
@@ -64,10 +64,7 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
                 new = _compat.new_var(var.aval)
                 env[var] = new
                 outvars.append(new)
-            counted, apart = counted_apart(eqn, operands)
-            eqns.extend(counted)
             eqns.append(eqn.replace(invars=operands, outvars=outvars))
-            env.update((eqn.outvars[n], atom) for n, atom in apart.items())
             env.update((eqn.outvars[n], operands[i]) for n, i in passed_on(eqn).items())
 
     emit(closed.jaxpr, env)

@@ -1,11 +1,11 @@
-"""Results of a remat or scan that need not be computed in it: operands passed on, random keys, counters."""
+"""Results of a remat or scan that need not be computed in it: operands passed on, random keys, what needs no batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.tracing.jaxprs import live_equations, make_jaxpr
@@ -55,60 +55,95 @@ def keys_outside(remat: JaxprEqn, operands: list) -> tuple[list[JaxprEqn], Jaxpr
     return derived, remat.replace(params={**remat.params, "jaxpr": jaxpr}), operands
 
 
-def counted_apart(eqn: JaxprEqn, operands: list) -> tuple[list[JaxprEqn], dict[int, Any]]:
-    """Compute results of a remat or scan that no real number goes into beside it: `(equations, {result: its value})`.
+def without_side_results(closed: ClosedJaxpr, from_batch: Sequence[bool]) -> ClosedJaxpr:
+    """The same function; what a remat or scan computes without the batch is computed beside it.
 
-    nnx returns the counters of random streams from nnx.remat and nnx.scan, next to activations; within one equation they
-    would look as if they depended on the batch.
+    Within one equation a counter of random draws or the norm of a weight would look as if it depended on the batch, as the
+    activations do that leave the equation with it.
+
+    `from_batch`: for each constant and input of `closed`.
     """
-    name = eqn.primitive.name
-    if name not in REMAT | {"scan"} or not any(_is_whole(v) for v in eqn.outvars):
-        return [], {}
-    inner = eqn.params["jaxpr"]
-    inner, consts = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, [])
-    num_consts, num_carry = (eqn.params[k] for k in ("num_consts", "num_carry")) if name == "scan" else (0, 0)
-    real = {v for v in [*inner.constvars, *inner.invars] if not _is_whole(v)}
+    jaxpr, _ = _apart(closed.jaxpr, from_batch)
+    return ClosedJaxpr(jaxpr, closed.consts)
+
+
+def _apart(jaxpr: Jaxpr, from_batch: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """`(the program, which outputs depend on the batch)`."""
+    depends = {v for v, yes in zip([*jaxpr.constvars, *jaxpr.invars], from_batch) if yes}
+    renamed: dict[Var, Any] = {}
+    eqns: list[JaxprEqn] = []
+
+    def read(atom):
+        return renamed.get(atom, atom) if isinstance(atom, Var) else atom
+
+    for eqn in jaxpr.eqns:
+        if any(isinstance(a, Var) and a in renamed for a in eqn.invars):
+            eqn = eqn.replace(invars=[read(a) for a in eqn.invars])
+        flags = [isinstance(a, Var) and a in depends for a in eqn.invars]
+        if eqn.primitive.name not in REMAT | {"scan"} or not any(flags):
+            eqns.append(eqn)
+            if any(flags):
+                depends.update(eqn.outvars)
+            continue
+        eqn, found = _with_inner_apart(eqn, flags)
+        beside, values = _beside(eqn, found)
+        eqns += [*beside, eqn]
+        renamed.update((eqn.outvars[n], value) for n, value in values.items())
+        depends.update(v for v, yes in zip(eqn.outvars, found) if yes)
+    outvars = [read(a) for a in jaxpr.outvars]
+    new = make_jaxpr(jaxpr.constvars, jaxpr.invars, outvars, eqns) if renamed or _replaced(jaxpr, eqns) else jaxpr
+    return new, [isinstance(a, Var) and a in depends for a in outvars]
+
+
+def _replaced(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> bool:
+    return len(eqns) != len(jaxpr.eqns) or any(a is not b for a, b in zip(eqns, jaxpr.eqns))
+
+
+def _with_inner_apart(eqn: JaxprEqn, flags: list[bool]) -> tuple[JaxprEqn, list[bool]]:
+    """`(the remat or scan with the same done inside, which results depend on the batch)`."""
+    closed = eqn.params["jaxpr"]
+    inner = closed.jaxpr if isinstance(closed, ClosedJaxpr) else closed
+    flags = list(flags)
+    first = eqn.params["num_consts"] if eqn.primitive.name == "scan" else 0
+    num_carry = eqn.params["num_carry"] if eqn.primitive.name == "scan" else 0
     while True:
-        tainted = set(real)
-        for e in inner.eqns:
-            if e.effects or any(isinstance(a, Var) and a in tainted for a in e.invars):
-                tainted.update(e.outvars)
-        carried = inner.invars[num_consts : num_consts + num_carry]
-        more = {i for i, o in zip(carried, inner.outvars) if isinstance(o, Var) and o in tainted} - real
-        if not more:
+        new, found = _apart(inner, [False] * len(inner.constvars) + flags)
+        carried = [a or b for a, b in zip(flags[first : first + num_carry], found)]
+        if carried == flags[first : first + num_carry]:
             break
-        real |= more
-    untouched = passed_on(eqn)
-    wanted = [
-        n
-        for n, o in enumerate(inner.outvars)
-        if n not in untouched and isinstance(o, Var) and o not in tainted and (n >= num_carry or carried[n] not in real)
-    ]
-    if not wanted or len(wanted) == len(inner.outvars):
+        flags[first : first + num_carry] = carried
+    if new is not inner:
+        value = ClosedJaxpr(new, closed.consts) if isinstance(closed, ClosedJaxpr) else new
+        eqn = eqn.replace(params={**eqn.params, "jaxpr": value})
+    return eqn, [*flags[first : first + num_carry], *found[num_carry:]]
+
+
+def _beside(eqn: JaxprEqn, from_batch: Sequence[bool]) -> tuple[list[JaxprEqn], dict[int, Any]]:
+    """Equations for the results of a remat or scan that do not depend on the batch: `(equations, {result: its value})`."""
+    closed = eqn.params["jaxpr"]
+    inner, consts = (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, [])
+    alone = [n for n, yes in enumerate(from_batch) if not yes and isinstance(inner.outvars[n], Var)]
+    if not any(n not in passed_on(eqn) for n in alone):
         return [], {}
-    if name != "scan":
-        rename: dict[Var, Any] = dict(zip(inner.invars, operands))
+    outs = [inner.outvars[n] for n in alone]
+    body = [e for e, needed in zip(inner.eqns, live_equations(inner.eqns, outs, keep_effects=False)) if needed]
+    if eqn.primitive.name != "scan":
+        rename: dict[Var, Any] = dict(zip(inner.invars, eqn.invars))
         made = []
-        for e, needed in zip(inner.eqns, live_equations(inner.eqns, [inner.outvars[n] for n in wanted])):
-            if needed:
-                outvars = [_compat.new_var(v.aval) for v in e.outvars]
-                made.append(
-                    e.replace(
-                        invars=[a if isinstance(a, Literal) else rename.get(a, a) for a in e.invars], outvars=outvars
-                    )
-                )
-                rename.update(zip(e.outvars, outvars))
-        return made, {n: rename[inner.outvars[n]] for n in wanted}
-    # Carries that are not tainted are all kept: the results may need them.
-    kept = sorted({n for n in range(num_carry) if carried[n] not in real} | set(wanted))
-    kept_carries = [n for n in kept if n < num_carry]
-    outs = [inner.outvars[n] for n in kept]
-    body = [e for e, needed in zip(inner.eqns, live_equations(inner.eqns, outs)) if needed]
-    read = {a for e in body for a in e.invars if isinstance(a, Var)} | {a for a in outs if isinstance(a, Var)}
+        for e in body:
+            outvars = [_compat.new_var(v.aval) for v in e.outvars]
+            invars = [a if isinstance(a, Literal) else rename.get(a, a) for a in e.invars]
+            made.append(e.replace(invars=invars, outvars=outvars))
+            rename.update(zip(e.outvars, outvars))
+        return made, {n: rename[o] for n, o in zip(alone, outs)}
+    # All carries that do not depend on the batch: the results may need them.
+    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    carries = [n for n in alone if n < num_carry]
+    read = {a for e in body for a in e.invars if isinstance(a, Var)} | set(outs)
     inputs = [
         i
         for i, v in enumerate(inner.invars)
-        if (i - num_consts in kept_carries if num_consts <= i < num_consts + num_carry else v in read)
+        if (i - num_consts in carries if num_consts <= i < num_consts + num_carry else v in read)
     ]
     constants = [(v, c) for v, c in zip(inner.constvars, consts) if v in read]
     jaxpr = make_jaxpr([v for v, _ in constants], [inner.invars[i] for i in inputs], outs, body)
@@ -116,13 +151,8 @@ def counted_apart(eqn: JaxprEqn, operands: list) -> tuple[list[JaxprEqn], dict[i
         **eqn.params,
         "jaxpr": ClosedJaxpr(jaxpr, [c for _, c in constants]),
         "num_consts": sum(i < num_consts for i in inputs),
-        "num_carry": len(kept_carries),
+        "num_carry": len(carries),
     }
-    outvars = [_compat.new_var(eqn.outvars[n].aval) for n in kept]
-    new = eqn.replace(invars=[operands[i] for i in inputs], outvars=outvars, params=params, effects=jaxpr.effects)
-    return [new], {n: outvars[kept.index(n)] for n in wanted}
-
-
-def _is_whole(var: Var) -> bool:
-    """Whether a value is made of integers, booleans or random keys."""
-    return not jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    outvars = [_compat.new_var(eqn.outvars[n].aval) for n in alone]
+    new = eqn.replace(invars=[eqn.invars[i] for i in inputs], outvars=outvars, params=params, effects=jaxpr.effects)
+    return [new], dict(zip(alone, outvars))
