@@ -191,7 +191,7 @@ def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int,
                 n, p = changed[0]
                 mismatch = (
                     f": leaf {traced.leaf_path[n]} goes in as {invars[n].aval.str_short()} and comes out as "
-                    f"{outvars[p].aval.str_short()}, which would be another program for the next call; give it that type from the start"
+                    f"{outvars[p].aval.str_short()}, another program for the next call; give it that type from the start"
                 )
                 continue
             result[argument] = positions
