@@ -1,12 +1,15 @@
 """Loss, gradients and trained state on every mesh are those of one device."""
 
+import dataclasses
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from benchmarks.parity import run_batch
+from benchmarks.parity_cells import ROOT, run_batch
 from merak_jax.runtime import pipeline
 from tests.helper import BARS
 from tests.parity import Cell, all_cells, check, covering_cells, make_model, reordering_noise, state_maker
@@ -63,7 +66,8 @@ def test_bfloat16_is_the_same_within_its_rounding_and_does_not_abort(precision):
         f"one device differs from itself by {noise:.1e}: the comparison would mean nothing"
     )
     # A collective that gets stuck kills its process: another one than this.
-    results = [result for cell in cells for result in run_batch([cell])]
+    command = [sys.executable, str(ROOT / "benchmarks" / "parity.py"), "--full", "--worker"]
+    results = [r for cell in cells for r in run_batch([{"cell": str(cell), **dataclasses.asdict(cell)}], command)]
     assert all(result["passed"] for result in results), [result for result in results if not result["passed"]]
 
 
