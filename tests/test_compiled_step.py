@@ -116,13 +116,13 @@ def test_temporary_bytes_do_not_grow_with_microbatches():
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
-def test_state_is_updated_in_place(sizes):
+def test_case_56_the_state_is_updated_in_place(sizes):
     step = compiled(sizes)
     assert step.memory.alias_size_in_bytes >= 0.95 * step.state_bytes
     assert not [w for w in step.warnings if "donated" in w]
 
 
-def test_state_leaves_the_step_sharded_as_it_came():
+def test_case_57_the_state_leaves_the_step_sharded_as_it_came():
     step = compiled()
     (states, _), _ = step.compiled.input_shardings
     new_states, _ = step.compiled.output_shardings
