@@ -80,13 +80,14 @@ def report(results: list[dict], total: int, worst: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # A row is one line, also where the output is no terminal.
+    console = Console(width=max(Console().width, 132))
     for precision, rows in table(results).items():
         names = list(dict.fromkeys(column({"mesh": c.mesh, "num_microbatches": c.num_microbatches}) for c in cells()))
         output = Table(title=f"largest relative difference to one device, {precision}")
-        output.add_column("model and train step")
+        output.add_column("model and train step", no_wrap=True)
         for name in names:
-            output.add_column(name, justify="right")
+            output.add_column(name.replace(" ", "\n"), justify="right")
         for row, line in rows.items():
             output.add_row(row, *(text_of(line.get(name)) for name in names))
         console.print(output)
