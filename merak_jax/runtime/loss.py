@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,27 +75,16 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int, semant
     pairs = zip(full.loss.jaxpr.constvars, micro.loss.jaxpr.constvars)
     from_batch = [a.aval.shape != b.aval.shape for a, b in pairs] + [bool(d & Domain.BATCH) for d in domains]
     loss, micro_loss = (without_side_results(x.loss, from_batch) for x in (full, micro))
-    if semantics == "per_microbatch":
-        proved = own_batches(
-            loss,
-            micro_loss,
-            statuses,
-            domains,
-            rows_full=full.rows,
-            rows_micro=rows,
-            differentiated=not full.is_evaluation,
-        )
-    else:
-        proved = microbatch(
-            loss,
-            micro_loss,
-            statuses,
-            domains,
-            rows_full=full.rows,
-            rows_micro=rows,
-            rows_traced=micro.rows,
-            differentiated=not full.is_evaluation,
-        )
+    prove = own_batches if semantics == "per_microbatch" else functools.partial(microbatch, rows_traced=micro.rows)
+    proved = prove(
+        loss,
+        micro_loss,
+        statuses,
+        domains,
+        rows_full=full.rows,
+        rows_micro=rows,
+        differentiated=not full.is_evaluation,
+    )
     program, constants = constants_to_inputs(proved.pipeline)
     count = len(operands)
     inputs: dict[Var, LossInput] = {}
