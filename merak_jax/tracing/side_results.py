@@ -122,7 +122,11 @@ def _beside(eqn: JaxprEqn, from_batch: Sequence[bool]) -> tuple[list[JaxprEqn], 
     """Equations for the results of a remat or scan that do not depend on the batch: `(equations, {result: its value})`."""
     closed = eqn.params["jaxpr"]
     inner, consts = (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, [])
-    alone = [n for n, yes in enumerate(from_batch) if not yes and isinstance(inner.outvars[n], Var)]
+    num_consts, num_carry = (
+        (eqn.params[k] for k in ("num_consts", "num_carry")) if eqn.primitive.name == "scan" else (0, 0)
+    )
+    # All carries that do not depend on the batch, also one that becomes a constant: the results may need them.
+    alone = [n for n, yes in enumerate(from_batch) if not yes and (n < num_carry or isinstance(inner.outvars[n], Var))]
     if not any(n not in passed_on(eqn) for n in alone):
         return [], {}
     outs = [inner.outvars[n] for n in alone]
@@ -136,10 +140,8 @@ def _beside(eqn: JaxprEqn, from_batch: Sequence[bool]) -> tuple[list[JaxprEqn], 
             made.append(e.replace(invars=invars, outvars=outvars))
             rename.update(zip(e.outvars, outvars))
         return made, {n: rename[o] for n, o in zip(alone, outs)}
-    # All carries that do not depend on the batch: the results may need them.
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
     carries = [n for n in alone if n < num_carry]
-    read = {a for e in body for a in e.invars if isinstance(a, Var)} | set(outs)
+    read = {a for a in [*outs, *(a for e in body for a in e.invars)] if isinstance(a, Var)}
     inputs = [
         i
         for i, v in enumerate(inner.invars)

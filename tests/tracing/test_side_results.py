@@ -37,6 +37,15 @@ def reversed_scan(weights, count, x):
     return y.sum(), count, doubled
 
 
+def a_carry_that_becomes_a_constant(weights, count, x):
+    def layer(carry, w):
+        x, n = carry
+        return (jnp.tanh(x @ w), 5), n + count
+
+    (y, last), counts = jax.lax.scan(layer, (x, count), weights)
+    return y.sum(), last, counts
+
+
 def remat_in_scan(weights, count, x):
     @jax.checkpoint
     def body(w, count, x):
@@ -59,7 +68,18 @@ def reads_it_later(weights, count, x):
     return value * norm + count, count, jax.checkpoint(lambda n: n * 2)(norm)
 
 
-@pytest.mark.parametrize("function", [remat, scan, reversed_scan, remat_in_scan, scan_in_remat, reads_it_later])
+@pytest.mark.parametrize(
+    "function",
+    [
+        remat,
+        scan,
+        reversed_scan,
+        a_carry_that_becomes_a_constant,
+        remat_in_scan,
+        scan_in_remat,
+        reads_it_later,
+    ],
+)
 def test_values_and_gradients_stay_and_what_needs_no_batch_depends_on_nothing_of_it(function):
     args = (W, 3, X)
     closed = inline(jax.make_jaxpr(function)(*args))
