@@ -20,6 +20,8 @@ import merak_jax
 from benchmarks.hlo import Program
 from merak_jax.models.gpt2 import GPT2, GPT2Config, next_token_loss
 
+pytestmark = pytest.mark.usefixtures("fully_optimised")
+
 WIDTH, LENGTH, VOCABULARY = 64, 8, 96
 CARRY_BYTES = LENGTH * WIDTH * 4
 

@@ -14,7 +14,6 @@ With the penalty they are the weight itself, times a constant, and every optimiz
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import warnings
@@ -41,17 +40,6 @@ STEPS = 4
 PENALTY = 0.05
 ONE_STEP, TRAINED = BARS["float64"]
 SGD = optax.sgd(0.1)
-
-
-@contextlib.contextmanager
-def quick_compile():
-    """Fewer optimisations of the machine code: the program and its partitioning stay, compiling takes two thirds of the time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def by_path(function: Callable[[tuple[str, ...]], Any]) -> Callable[[Any], Any]:
@@ -293,10 +281,9 @@ def runs(name: str) -> tuple[Result, Result]:
     """`(on the mesh, on one device)`."""
     committee = COMMITTEES[name]
     step, state = committee_step(committee)
-    with quick_compile():
-        expected = run(committee, jax.jit(step), lambda state: state, state)
-        step = merak_jax.parallelize(step, mesh=mesh_of(*committee.mesh), num_microbatches=2)
-        return run(committee, step, step.unshard, state), expected
+    expected = run(committee, jax.jit(step), lambda state: state, state)
+    step = merak_jax.parallelize(step, mesh=mesh_of(*committee.mesh), num_microbatches=2)
+    return run(committee, step, step.unshard, state), expected
 
 
 def assert_close(actual, expected, bar):
@@ -375,9 +362,8 @@ def test_a_dynamic_scale_and_a_moving_average_of_the_parameters_are_those_of_one
         return batches(COMMITTEES["a step that is not finite"], n)
 
     setting = dict(make_state=make_state, make_batch=make_batches, optimizer=optax.adam(1e-2, eps=1e-3), steps=5)
-    with quick_compile():
-        expected = run_on_one_device(scaled_step, **setting)
-        actual = run_on_mesh(scaled_step, mesh=mesh_of(*mesh), num_microbatches=2, **setting)
+    expected = run_on_one_device(scaled_step, **setting)
+    actual = run_on_mesh(scaled_step, mesh=mesh_of(*mesh), num_microbatches=2, **setting)
     assert [bool(m["is_finite"]) for m in expected.metrics] == [True, False, True, True, True]
     assert len({float(m["scale"]) for m in expected.metrics}) > 1
     assert not differences(actual, expected).over("float64")
@@ -390,7 +376,7 @@ def test_a_warning_names_the_leaf_that_is_not_re_rolled_and_does_not_come_again(
         return "plain" if layer_of(names) == 1 and names[-2:] == ("up", "kernel") else "momentum"
 
     optimizer = optax.partition({"plain": SGD, "momentum": optax.sgd(0.1, momentum=0.9)}, by_path(label))
-    with quick_compile(), warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_same_as_single_device(
             train_step,

@@ -18,15 +18,6 @@ CELLS = covering_cells(all_cells())
 NARROW_MESHES = [(2, 2, 2), (1, 4, 2), (2, 4, 1)]
 
 
-@pytest.fixture
-def quick_compile():
-    """Fewer optimisations of the machine code: the program and its partitioning stay, compiling takes two thirds of the time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def test_the_cells_cover_every_mesh_and_every_pair_of_options():
     wanted = {demand for cell in all_cells() for demand in cell.demands}
     assert {demand for cell in CELLS for demand in cell.demands} == wanted
@@ -44,17 +35,31 @@ def test_a_model_keeps_its_precision_although_float64_is_enabled(precision, para
     assert str(logits.dtype) == precision.removeprefix("all ")
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_float64_is_the_same_to_the_last_digits(cell):
     check(cell)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_bubbles_and_unused_slots_hold_does_not_matter(schedule, monkeypatch):
+    made = []
+
+    def polluted(shape, dtype):
+        made.append(shape)
+        return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 113, dtype)
+
+    monkeypatch.setattr(pipeline, "empty_buffer", polluted)
+    check(Cell((2, 4, 1), "P-1", 5, "unrolled", "tied", schedule, "one microbatch masked", "sgd"))
+    assert made, "the pipeline made no buffer by empty_buffer"
+
+
+@pytest.mark.usefixtures("fully_optimised")
 @pytest.mark.parametrize("mesh", NARROW_MESHES, ids=str)
 def test_float32_is_the_same(mesh):
     check(Cell(mesh, "P", 5, "unrolled", "tied", "1f1b", "ragged", "adamw", "float32"))
 
 
+@pytest.mark.usefixtures("fully_optimised")
 @pytest.mark.parametrize("precision", ["bfloat16", "all bfloat16"])
 def test_bfloat16_is_the_same_within_its_rounding_and_does_not_abort(precision):
     cells = [
@@ -69,17 +74,3 @@ def test_bfloat16_is_the_same_within_its_rounding_and_does_not_abort(precision):
     command = [sys.executable, str(ROOT / "benchmarks" / "parity.py"), "--full", "--worker"]
     results = [r for cell in cells for r in run_batch([{"cell": str(cell), **dataclasses.asdict(cell)}], command)]
     assert all(result["passed"] for result in results), [result for result in results if not result["passed"]]
-
-
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_what_bubbles_and_unused_slots_hold_does_not_matter(schedule, monkeypatch):
-    made = []
-
-    def polluted(shape, dtype):
-        made.append(shape)
-        return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 113, dtype)
-
-    monkeypatch.setattr(pipeline, "empty_buffer", polluted)
-    check(Cell((2, 4, 1), "P-1", 5, "unrolled", "tied", schedule, "one microbatch masked", "sgd"))
-    assert made, "the pipeline made no buffer by empty_buffer"

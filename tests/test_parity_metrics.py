@@ -17,15 +17,6 @@ from tests.helper import assert_same_as_single_device
 from tests.parity import make_batch, make_model, mesh_of, state_maker, train_step
 
 
-@pytest.fixture(autouse=True)
-def quick_compile():
-    """Fewer optimisations of the machine code, to compile faster."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def check(step, mesh=(2, 2, 1), make_state=None, **options):
     return assert_same_as_single_device(
         step, make_state or state_maker(make_model()), make_batch, mesh_of(*mesh), **{"num_microbatches": 4, **options}

@@ -2,7 +2,6 @@
 
 import itertools
 
-import jax
 import pytest
 
 from tests import zoo
@@ -10,14 +9,6 @@ from tests.zoo import MESHES, MICROBATCHES, ROWS, ZooCell
 
 # Every update here is computed for all blocks at once.
 pytestmark = pytest.mark.filterwarnings("error::merak_jax.runtime.reroll.RerollWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    """Nearly all of the time is XLA's, to compile; without most of its optimisations it takes half. The bars are the same."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def dealt() -> list[ZooCell]:
