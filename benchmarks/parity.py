@@ -45,6 +45,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="start no batch of cells after this time")
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="most cells per subprocess (default 32)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="subprocesses at a time (default 1)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="compile without most optimisations of the machine code, in two thirds of the time",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document with every cell")
     parser.add_argument("--list", action="store_true", help="print the names of the chosen cells and stop")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -55,7 +60,7 @@ def main() -> int:
     options = make_parser().parse_args()
     suite = suite_of(options)
     if options.worker:
-        return work(suite)
+        return work(suite, options.quick)
     cells = choose(options)
     if options.list:
         print("\n".join(map(str, cells)))
@@ -64,6 +69,8 @@ def main() -> int:
     command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
     if suite is parity_gpt2:
         command.append("--full")
+    if options.quick:
+        command.append("--quick")
     results = parity_cells.run_all(batches, command, workers=options.workers, minutes=options.minutes)
     failed = [r for r in results if not r["passed"]]
     if options.json:
@@ -107,7 +114,7 @@ def batches_of(cells: list, options: argparse.Namespace) -> list[list]:
     return [group[n : n + options.batch] for group in groups for n in range(0, len(group), options.batch)]
 
 
-def work(suite: ModuleType) -> int:
+def work(suite: ModuleType, quick: bool) -> int:
     """In the subprocess: measure the cells that come on stdin."""
     import jax
 
@@ -115,6 +122,7 @@ def work(suite: ModuleType) -> int:
 
     merak_jax.emulate(8)
     jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", quick)
     measure = suite.measurer()
     return parity_cells.serve(lambda fields: measure({k: v for k, v in fields.items() if k != "cell"}))
 
