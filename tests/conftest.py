@@ -1,5 +1,7 @@
 """Eight emulated devices and float64 for the whole suite, before anything else touches JAX; machine code compiled quickly."""
 
+import gc
+
 import jax
 import pytest
 
@@ -18,3 +20,11 @@ def fully_optimised():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def free_programs():
+    """Compiled programs of one module are of no use to the next: kept, they fill gigabytes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
