@@ -147,6 +147,10 @@ def _drawn_rows(op) -> tuple[Batched, dict]:
     share, rest = divmod(sizes[0], op.rows_full)
     if rest or sizes[1] != share * op.walker.rows_micro:
         op.fail("random numbers are drawn for a number of rows that is not a multiple of the batch")
+    if sizes[0] >= randomness.MOST_NUMBERS:
+        op.fail(
+            f"a draw has {sizes[0]} random numbers along the dimension of the batch; draw fewer, or in several dimensions"
+        )
     if not randomness.has_rows(keys.dtype):
         randomness.warn_about_keys(keys.dtype, op.walker.place(op.full))
     rows = Batched(axis, 1, share)

@@ -36,6 +36,10 @@ def _register(primitive: Primitive, function, aval) -> None:
     batching.primitive_batchers[primitive] = batched
 
 
+# Along the dimension of the batch the place of a number is one word; a larger draw is made on the full batch.
+MOST_NUMBERS = 1 << 32
+
+
 # -- counters: the place of each number in the draw for the whole batch, as two words of 32 bits
 
 
@@ -61,8 +65,7 @@ def row_counters(numbers: Any, shape: Sequence[int], axis: int, outer: int, rows
     """The counters of the rows `numbers` (uint32 [b]) of a draw of `shape` whose `axis` holds outer * b * inner."""
     inner = shape[axis] // (outer * len(numbers))
     size = outer * rows_full * inner
-    if size >= 1 << 32:
-        raise NotImplementedError(f"a random draw with {size} numbers along the batch")
+    assert size < MOST_NUMBERS, "such a draw is made on the full batch"
     at = (
         jnp.arange(outer, dtype=jnp.uint32)[:, None, None] * jnp.uint32(rows_full * inner)
         + numbers[None, :, None] * jnp.uint32(inner)

@@ -127,7 +127,7 @@ def _beside(eqn: JaxprEqn, from_batch: Sequence[bool]) -> tuple[list[JaxprEqn], 
     )
     # All carries that do not depend on the batch, also one that becomes a constant: the results may need them.
     alone = [n for n, yes in enumerate(from_batch) if not yes and (n < num_carry or isinstance(inner.outvars[n], Var))]
-    if not any(n not in passed_on(eqn) for n in alone):
+    if not set(alone) - set(passed_on(eqn)):
         return [], {}
     outs = [inner.outvars[n] for n in alone]
     body = [e for e, needed in zip(inner.eqns, live_equations(inner.eqns, outs, keep_effects=False)) if needed]

@@ -563,6 +563,18 @@ def test_custom_jvp_functions():
     refuse(lambda p, b: coupled(b["x"] @ p["w"]).sum(), W, X, "a number that depends on the batch size")
 
 
+def test_a_draw_with_too_many_numbers_along_the_batch_is_made_on_the_full_batch():
+    def loss(p, b):
+        n = b["x"].shape[0]
+        noise = jax.random.bits(jax.random.key(0), (n << 32,), "uint8").reshape(n, -1)[:, :V]
+        return (noise * (b["x"] @ p["w"])).sum()
+
+    # Traced only: nothing of this size is made.
+    result, _, _ = split(loss, {"w": randn(V, V)}, {"x": randn(4, V)})
+    assert "random_bits" in [e.primitive.name for e in result.precompute.jaxpr.eqns]
+    assert not [e for e in result.pipeline.jaxpr.eqns if e.primitive.name.startswith("random_")]
+
+
 def test_random_draws():
     key = jax.random.key(3)
 
