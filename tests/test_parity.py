@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from benchmarks.parity_cells import ROOT, run_batch
-from merak_jax.runtime import pipeline
+from merak_jax.runtime import tick_run
 from tests.helper import BARS
 from tests.parity import Cell, all_cells, check, covering_cells, make_model, reordering_noise, state_maker
 
@@ -48,7 +48,7 @@ def test_what_bubbles_and_unused_slots_hold_does_not_matter(schedule, monkeypatc
         made.append(shape)
         return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 113, dtype)
 
-    monkeypatch.setattr(pipeline, "empty_buffer", polluted)
+    monkeypatch.setattr(tick_run, "empty_buffer", polluted)
     check(Cell((2, 4, 1), "P-1", 5, "unrolled", "tied", schedule, "one microbatch masked", "sgd"))
     assert made, "the pipeline made no buffer by empty_buffer"
 

@@ -10,8 +10,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from merak_jax import _compat
-from merak_jax.partition.chain import Chain, PlacedChain
-from merak_jax.partition.chains import BATCH, BOTH
+from merak_jax.partition.chain import BATCH, BOTH, Chain, PlacedChain
 from merak_jax.tracing.jaxprs import Atom, make_jaxpr
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
 from merak_jax.partition.assemble import Slicer, assemble, pipelined_outputs
-from merak_jax.partition.chain import Chain, PlacedChain
-from merak_jax.partition.chains import BATCH, BOTH, find_chains, pipelined
+from merak_jax.partition.chain import BATCH, BOTH, Chain, PlacedChain
+from merak_jax.partition.chains import find_chains, pipelined
 from merak_jax.partition.fingerprint import equation_shape
 from merak_jax.partition.work import flops
 from merak_jax.tracing.jaxprs import make_jaxpr

@@ -12,6 +12,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from merak_jax import _compat
 from merak_jax.tracing.jaxprs import Atom, make_jaxpr
 
+# What a value of the program depends on.
+PARAMETER, BATCH, BOTH = 1, 2, 3
+
 
 @dataclasses.dataclass(frozen=True)
 class LaneSlot:

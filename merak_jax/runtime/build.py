@@ -10,13 +10,14 @@ from jax.extend.core import Var
 from jax.sharding import Mesh
 
 from merak_jax.errors import NoRepeatedBlocksError, PlanError
+from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.partition.work import balanced_counts, flops
 from merak_jax.runtime.groups import StateGroups, find_state_groups, known_groups, stack_leaves
 from merak_jax.runtime.loss import LossProgram, block_inputs, output_status, separate, wanted_gradients
 from merak_jax.runtime.pipeline import Pipeline
 from merak_jax.runtime.program import StepProgram
-from merak_jax.runtime.reroll import Rerolled, lane_leaves
+from merak_jax.runtime.reroll import Rerolled
 from merak_jax.runtime.sharding import choose_shardings
 from merak_jax.runtime.state import StateLayout, leaf_paths
 from merak_jax.schedules.forward_only import forward_only

@@ -10,8 +10,9 @@ import jax
 from jax.extend.core import Jaxpr, Var
 from jax.sharding import Mesh, PartitionSpec
 
+from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.partition.lanes import LaneLayout
-from merak_jax.runtime.reroll import ELEMENTWISE, lane_leaves
+from merak_jax.runtime.folds import ELEMENTWISE
 from merak_jax.runtime.state import Place, StateLayout
 from merak_jax.tracing.jaxprs import defining_equations
 from merak_jax.tracing.step import TracedStep

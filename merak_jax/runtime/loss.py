@@ -14,10 +14,10 @@ from jax.extend.core import Var
 from merak_jax.errors import NotSeparableError, TraceError
 from merak_jax.partition.blocks import BlockGraph, dependence, find_blocks
 from merak_jax.partition.blocks import whole as whole_loss
-from merak_jax.partition.chains import BATCH, PARAMETER
+from merak_jax.partition.chain import BATCH, PARAMETER
+from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.runtime.groups import stack_leaves
-from merak_jax.runtime.reroll import lane_leaves
 from merak_jax.runtime.stage import is_differentiable
 from merak_jax.tracing.jaxprs import constants_to_inputs
 from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch, own_batches

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from merak_jax.partition.lanes import LaneLayout
+from merak_jax.runtime.evaluation import Evaluation
 from merak_jax.runtime.loss import LossProgram
 from merak_jax.runtime.pipeline import Pipeline
-from merak_jax.runtime.reroll import Evaluation, Rerolled
+from merak_jax.runtime.reroll import Rerolled
 from merak_jax.runtime.sharding import Shardings
 from merak_jax.runtime.stage import is_differentiable, merge, select
 from merak_jax.runtime.state import StateLayout

@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from merak_jax.partition.blocks import BlockGraph
 from merak_jax.partition.chain import Chain
+from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.partition.tensor import TensorLayout, tensor_layout, vocabulary_split
 from merak_jax.runtime.groups import StateGroups, stack_leaves
-from merak_jax.runtime.reroll import lane_leaves
 from merak_jax.tracing.jaxprs import defining_equations, make_jaxpr
 
 P = PartitionSpec

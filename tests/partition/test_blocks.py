@@ -12,9 +12,8 @@ from jax.extend.core import Literal
 
 from merak_jax.models.gpt2 import GPT2, GPT2Config
 from merak_jax.partition.blocks import dependence, find_blocks
-from merak_jax.partition.chain import stashed_once
-from merak_jax.partition.chains import BATCH, PARAMETER
-from merak_jax.runtime.reroll import lane_leaves
+from merak_jax.partition.chain import BATCH, PARAMETER, stashed_once
+from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.tracing.inline import inline
 from merak_jax.tracing.jaxprs import constants_to_inputs, evaluate, slice_program
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.partition.lanes import LaneLayout
-from merak_jax.runtime.reroll import Rerolled, RerollWarning, lane_leaves
+from merak_jax.runtime.reroll import Rerolled, RerollWarning
 from merak_jax.tracing.inline import inline
 from merak_jax.tracing.jaxprs import constants_to_inputs, evaluate
 
