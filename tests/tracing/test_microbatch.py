@@ -9,161 +9,37 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.extend.core import check_jaxpr
 
 from merak_jax.errors import NotSeparableError
-from merak_jax.tracing.inline import inline
 from merak_jax.tracing.jaxprs import function_of
 from merak_jax.tracing.microbatch import (
     Batched,
     Domain,
-    MicrobatchedLoss,
     Partial,
     Shared,
-    microbatch,
-    rows_to_trace,
 )
-from merak_jax.tracing.randomness import RandomKeyWarning
-
-B, T, V, H = 8, 3, 5, 4
+from tests.tracing.microbatch_check import (
+    MASK,
+    B,
+    T,
+    V,
+    W,
+    X,
+    check,
+    close,
+    joined_rows,
+    randn,
+    refuse,
+    rows_of,
+    split,
+    token_losses,
+)
 
 
 @pytest.fixture(autouse=True)
 def float64():
     with jax.enable_x64(True):
         yield
-
-
-def rows_of(value, status: Batched, rows: int, start: int, count: int):
-    """The rows `start … start+count` of a value whose axis is outer*rows*inner."""
-    shape, axis = value.shape, status.axis
-    split = (*shape[:axis], status.outer, rows, status.inner, *shape[axis + 1 :])
-    picked = value.reshape(split)[(slice(None),) * (axis + 1) + (slice(start, start + count),)]
-    return picked.reshape(*shape[:axis], status.outer * count * status.inner, *shape[axis + 1 :])
-
-
-def joined_rows(values, status: Batched, rows: int):
-    """The inverse of `rows_of`: the values of all microbatches as one."""
-    axis, parts = status.axis, []
-    for value in values:
-        shape = value.shape
-        parts.append(value.reshape(*shape[:axis], status.outer, rows, status.inner, *shape[axis + 1 :]))
-    whole = jnp.concatenate(parts, axis + 1)
-    return whole.reshape(*shape[:axis], -1, *shape[axis + 1 :])
-
-
-def split(loss, params, batch, extra=(), count=2) -> tuple[MicrobatchedLoss, list, int]:
-    """Trace `loss(params, batch, *extra)` at both sizes, inline, split; also its flat arguments and b."""
-    params, batch = jax.tree.map(jnp.asarray, (params, batch))
-    full_rows = jax.tree.leaves(batch)[0].shape[0]
-    rows = full_rows // count
-
-    def traced(n):
-        cut = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
-        return inline(jax.make_jaxpr(lambda *a: jax.tree.leaves(loss(*a)))(params, cut, *extra))
-
-    kinds = [(Shared(), Domain.PARAMETER)] * len(jax.tree.leaves(params))
-    kinds += [(Batched(0), Domain.BATCH)] * len(jax.tree.leaves(batch))
-    kinds += [(Shared(), Domain.CONSTANT)] * len(jax.tree.leaves(extra))
-    traced_rows = rows_to_trace(full_rows, rows)
-    result = microbatch(
-        traced(full_rows),
-        traced(traced_rows),
-        [s for s, _ in kinds],
-        [d for _, d in kinds],
-        rows_full=full_rows,
-        rows_micro=rows,
-        rows_traced=traced_rows,
-    )
-    check_jaxpr(result.pipeline.jaxpr)
-    check_jaxpr(result.precompute.jaxpr)
-    return result, jax.tree.leaves((params, batch, *extra)), rows
-
-
-def close(actual, expected, tolerance=1e-12):
-    if jnp.issubdtype(jnp.asarray(expected).dtype, jnp.inexact):
-        scale = max(1.0, float(np.nanmax(np.abs(expected), initial=0.0, where=np.isfinite(expected))))
-        np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=0, atol=tolerance * scale)
-    else:
-        np.testing.assert_array_equal(actual, expected)
-
-
-def value_and_gradients(function, num_params, compiled):
-    """`(outputs, gradients of output 0 by the first `num_params` arguments)` of a flat function."""
-
-    def run(*args):
-        def of_params(*params):
-            outs = function(*params, *args[num_params:])
-            return outs[0], outs
-
-        if num_params == 0:
-            return function(*args), ()
-        grads, outs = jax.grad(of_params, tuple(range(num_params)), has_aux=True)(*args[:num_params])
-        return outs, grads
-
-    return jax.jit(run) if compiled else run
-
-
-def check(loss, params, batch, extra=(), count=2, gradients=True, compiled=True) -> MicrobatchedLoss:
-    """Split the loss, run every microbatch, combine, compare values and gradients with the full batch."""
-    params, batch = jax.tree.map(jnp.asarray, (params, batch))
-    result, args, b = split(loss, params, batch, extra, count)
-    pre = function_of(result.precompute)(*args)
-    assert len(pre) == len(result.precomputed_status)
-    tree = jax.tree.structure((params, batch, *extra))
-    num_params = len(jax.tree.leaves(params)) if gradients else 0
-    pipeline = value_and_gradients(function_of(result.pipeline), num_params, compiled)
-    whole = value_and_gradients(
-        lambda *flat: jax.tree.leaves(loss(*jax.tree.unflatten(tree, flat))), num_params, compiled
-    )
-
-    def inputs(m):
-        values = [
-            rows_of(v, s, b * count, m * b, b) if isinstance(s, Batched) else v
-            for v, s in zip([*args, *pre], result.pipeline_status)
-        ]
-        return [*values, jnp.arange(m * b, (m + 1) * b, dtype=jnp.uint32)]
-
-    for value, aval in zip(inputs(0), result.pipeline.in_avals):
-        assert value.shape == aval.shape and value.dtype == aval.dtype
-    outs, grads = zip(*(pipeline(*inputs(m)) for m in range(count)))
-    expected, expected_grads = whole(*args)
-    assert len(expected) == len(result.out_status)
-    for i, (status, truth) in enumerate(zip(result.out_status, expected)):
-        values = [o[i] for o in outs]
-        if isinstance(status, Partial):
-            close(sum(values[1:], values[0]), truth)
-        elif isinstance(status, Batched):
-            close(joined_rows(values, status, b), truth)
-        else:
-            for value in values:
-                close(value, truth)
-    for parts, truth in zip(zip(*grads), expected_grads):
-        close(sum(parts[1:], parts[0]), truth)
-    assert count == 1 or result.out_status[0] == Partial()
-    assert set(result.status) == set(result.domain)
-    return result
-
-
-def refuse(loss, params, batch, match, extra=()):
-    with pytest.raises(NotSeparableError, match=match) as caught:
-        split(loss, params, batch, extra)
-    return str(caught.value)
-
-
-def randn(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape)
-
-
-W = {"w": randn(H, V), "e": randn(V, H, seed=1)}
-X = {"x": randn(B, H, seed=2), "y": np.arange(B) % V, "t": (np.arange(B * T).reshape(B, T) * 7) % V}
-MASK = (np.arange(B * T).reshape(B, T) % 4 != 0) & (np.arange(B) < 4)[:, None]
-
-
-def token_losses(p, b):
-    """[B, T] losses of a tiny language model."""
-    h = p["e"][b["t"]]
-    return optax.softmax_cross_entropy_with_integer_labels(h @ p["w"], (b["t"] + 1) % V)
 
 
 def test_mean_keeps_the_full_batch_divisor():
@@ -370,268 +246,6 @@ def test_each_row_picks_its_own_entry():
     check(lambda p, b: jnp.take_along_axis(b["x"] @ p["w"], b["y"][:, None], 1).sum(), W, X)
 
 
-def test_both_halves_of_two_concatenated_views():
-    def loss(p, b):
-        z = jnp.concatenate([b["x"], 2 * b["x"]]) @ p["w"]
-        one, two = jnp.split(z, 2)
-        n = b["x"].shape[0]
-        return jnp.sum(jnp.tanh(one) * two) + jnp.sum(z[:n] * z[n:] ** 2), z
-
-    assert check(loss, W, X).out_status[1] == Batched(0, outer=2)
-
-
-def test_many_shape_operations():
-    def loss(p, b):
-        h = p["e"][b["t"]]  # [B, T, H]
-        h = jnp.pad(h, ((0, 0), (1, 0), (0, 0)))[:, :-1] + jnp.roll(h, 1, 1) + h[:, ::-1]
-        h = jnp.stack([h, h[:, :1] * h], 2).sum(2)
-        h = jnp.concatenate([h, jnp.broadcast_to(p["w"][:, 0], (h.shape[0], 1, H))], 1)
-        h = jnp.squeeze(jnp.expand_dims(h, 0), 0).transpose(1, 0, 2).swapaxes(0, 1)
-        h = h.at[:, 0].set(1.0).at[:, 1].add(h[:, 2])
-        h = lax.dynamic_update_slice_in_dim(h, h[:, :1] * 2, 1, axis=1)
-        h = (
-            h
-            + lax.dynamic_slice_in_dim(h, 1, 1, axis=1)
-            + lax.cumsum(h, 1)
-            + jnp.sort(h, 1)
-            + lax.top_k(h, 2)[0][..., :1]
-        )
-        h = jnp.tile(h, (1, 1, 2)) + jnp.clip(jnp.repeat(h, 2, axis=2), -1, 1)
-        h = jnp.einsum("bth,bsh->bts", h, h) + jnp.einsum("bth->tbh", h).max(0).sum(-1)[:, None, None]
-        a, c = jnp.split(h, 2, axis=2)
-        return (a * c).sum() + h.prod(1).sum(), h
-
-    check(loss, W, X, count=4)
-
-
-def test_parameter_gradients_of_a_product_over_the_batch():
-    def loss(p, b):
-        return jnp.sum(jnp.einsum("bi,bj->ij", b["x"], b["x"] @ p["w"]) * p["w"])
-
-    check(loss, W, X)
-
-
-def test_convolution_and_pooling():
-    layers = [
-        nn.Conv(4, (3, 3), param_dtype=float),
-        nn.relu,
-        lambda x: nn.max_pool(x, (2, 2), (2, 2)),
-        lambda x: nn.avg_pool(x, (2, 2)),
-        lambda x: x.reshape(x.shape[0], -1),
-        nn.Dense(3, param_dtype=float),
-    ]
-    model = nn.Sequential(layers)
-    image = randn(B, 6, 6, 2)
-    params = model.init(jax.random.key(0), image)
-    check(lambda p, b: jnp.mean(model.apply(p, b) ** 2), params, image, count=4)
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, mask=None):
-        y = nn.LayerNorm(param_dtype=jnp.float64)(x)
-        x = x + nn.MultiHeadDotProductAttention(2, param_dtype=jnp.float64)(y, mask=mask)
-        y = nn.LayerNorm(param_dtype=jnp.float64)(x)
-        return x + nn.Dense(H, param_dtype=jnp.float64)(nn.gelu(nn.Dense(2 * H, param_dtype=jnp.float64)(y)))
-
-
-class Transformer(nn.Module):
-    kind: str = "plain"
-
-    @nn.compact
-    def __call__(self, tokens, mask):
-        x = nn.Embed(V, H, param_dtype=jnp.float64)(tokens)
-        x = x + self.param("positions", nn.initializers.normal(1.0), (T, H), jnp.float64)
-        bias = nn.combine_masks(nn.make_causal_mask(tokens), mask[:, None, None, :])
-        if self.kind == "scan":
-            loop = nn.scan(
-                lambda block, x, _: (block(x, bias), jnp.mean(x**2)), variable_axes={"params": 0},
-                split_rngs={"params": True}, length=3,
-            )  # fmt: skip
-            x, penalties = loop(Block(), x, None)
-            self.sow("losses", "size", penalties.sum())
-        else:
-            block = nn.remat(Block) if self.kind == "remat" else Block
-            for _ in range(2):
-                x = block()(x, bias)
-        return nn.Dense(V, param_dtype=jnp.float64)(nn.LayerNorm(param_dtype=jnp.float64)(x))
-
-
-@pytest.mark.parametrize(
-    "kind, masked, count", [("plain", False, 4), ("plain", True, 8), ("remat", True, 2), ("scan", True, 2)]
-)
-def test_transformer(kind, masked, count):
-    model = Transformer(kind)
-    batch = {"t": X["t"], "m": MASK | (np.arange(T) == 0)}
-    params = jax.jit(model.init)(jax.random.key(0), batch["t"], batch["m"])["params"]
-
-    def loss(p, b):
-        logits, state = model.apply({"params": p}, b["t"], b["m"], mutable="losses")
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, b["t"])
-        extra = sum(jax.tree.leaves(state), 0.0)
-        if masked:
-            return (losses * b["m"]).sum() / b["m"].sum() + extra, logits
-        return losses.mean() + extra, losses.mean(1)
-
-    check(loss, params, batch, count=count)
-
-
-def test_loops_with_sums_and_terms_that_count_once():
-    def loss(p, b):
-        def body(c, w):
-            h, total = c
-            h = jnp.tanh(h * w.sum())
-            return (h, total + h.mean() + (w**2).sum()), h.sum(1)
-
-        (h, total), sums = lax.scan(body, (b["x"] @ p["e"].T, 1.0), p["w"])
-        i, doubled = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, lax.stop_gradient(h)))
-        chosen = lax.cond(p["w"].sum() > 0, lambda h: h.sum() + p["w"].sum(), lambda h: p["e"].sum(), h)
-        return total + chosen + 0 * doubled.sum(), sums, doubled
-
-    assert check(loss, W, X, count=4).out_status[1] == Batched(1)
-
-
-def test_terms_that_count_once_inside_remat():
-    def loss(p, b):
-        return jax.checkpoint(lambda p: (b["x"] @ p["w"]).sum() + (p["e"] ** 2).sum())(p)
-
-    check(loss, W, X)
-
-
-@jax.custom_vjp
-def clipped(x):
-    return x
-
-
-def _clip(_, g):
-    return (jnp.clip(g, -0.1, 0.1),)
-
-
-clipped.defvjp(lambda x: (x, None), _clip)
-
-
-@jax.custom_vjp
-def scaled_by_norm(x):
-    return x
-
-
-scaled_by_norm.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.linalg.norm(g),))
-
-
-@jax.custom_vjp
-def own_mean(x):
-    return x.mean()
-
-
-own_mean.defvjp(lambda x: (x.mean(), x.shape), lambda shape, g: (jnp.full(shape, g / np.prod(shape)),))
-
-
-@jax.custom_vjp
-def own_matmul(x, w):
-    return x @ w
-
-
-own_matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
-
-
-def test_backward_rules_are_proved_too():
-    check(lambda p, b: clipped(own_matmul(b["x"], p["w"])).sum(), W, X)
-    refuse(lambda p, b: (b["x"] @ clipped(p["w"])).sum(), W, X, "sum over the batch|batch")
-    refuse(lambda p, b: scaled_by_norm(b["x"] @ p["w"]).sum(), W, X, "sum over the batch")
-    refuse(lambda p, b: own_mean(b["x"] @ p["w"]), W, X, "custom derivative")
-
-
-def test_custom_jvp_functions():
-    @jax.custom_jvp
-    def f(x, w):
-        return jnp.sin(x) * w
-
-    f.defjvp(lambda p, t: (f(*p), jnp.cos(p[0]) * t[0] * p[1] + jnp.sin(p[0]) * t[1]))
-    check(
-        lambda p, b: f(jax.nn.silu(b["x"] @ p["w"]), p["w"][0]).sum() + jax.nn.relu(b["x"] @ p["w"]).sum(),
-        W,
-        X,
-    )
-
-    @jax.custom_jvp
-    def coupled(x):
-        return x
-
-    coupled.defjvp(lambda p, t: (p[0], t[0] - t[0].sum(0)))
-    refuse(lambda p, b: coupled(b["x"] @ p["w"]).sum(), W, X, "sum over the batch")
-    coupled.defjvp(lambda p, t: (p[0], t[0] / t[0].shape[0]))
-    refuse(lambda p, b: coupled(b["x"] @ p["w"]).sum(), W, X, "a number that depends on the batch size")
-
-
-def test_a_draw_with_too_many_numbers_along_the_batch_is_made_on_the_full_batch():
-    def loss(p, b):
-        n = b["x"].shape[0]
-        noise = jax.random.bits(jax.random.key(0), (n << 32,), "uint8").reshape(n, -1)[:, :V]
-        return (noise * (b["x"] @ p["w"])).sum()
-
-    # Traced only: nothing of this size is made.
-    result, _, _ = split(loss, {"w": randn(V, V)}, {"x": randn(4, V)})
-    assert "random_bits" in [e.primitive.name for e in result.precompute.jaxpr.eqns]
-    assert not [e for e in result.pipeline.jaxpr.eqns if e.primitive.name.startswith("random_")]
-
-
-def test_random_draws():
-    key = jax.random.key(3)
-
-    def shared_mask(p, b, key):
-        return (jax.random.bernoulli(key, 0.5, (V,)) * (b["x"] @ p["w"])).sum()
-
-    def own_keys(p, b, key):
-        keys = jax.random.split(key, b["x"].shape[0])
-        return jax.vmap(lambda k, x: jax.random.normal(jax.random.fold_in(k, 1), (V,)) @ x)(keys, b["x"] @ p["w"]).sum()
-
-    def dropout(p, b, key):
-        return nn.Dropout(0.5, deterministic=False).apply({}, b["x"] @ p["w"], rngs={"dropout": key}).sum()
-
-    check(shared_mask, W, X, extra=(key,))
-    check(own_keys, W, X, extra=(key,))
-    check(dropout, W, X, extra=(key,))
-
-
-@pytest.mark.parametrize(
-    "shape", ["rows first", "rows second", "merged", "keys", "float64", "bfloat16", "scan", "remat"]
-)
-@pytest.mark.parametrize("count", [2, 4])
-def test_draws_along_the_batch_are_the_rows_of_the_whole_draw(shape, count):
-    """Cases 22, 23: bit for bit; the aux output is the mask itself."""
-
-    def mask(key, x):
-        n = x.shape[0]
-        if shape == "rows second":
-            return jax.random.bernoulli(key, 0.5, (3, n, V))[1]
-        if shape == "merged":
-            return jax.random.uniform(key, (n * 3, V)).reshape(n, 3, V)[:, 2]
-        if shape == "keys":
-            return jax.vmap(lambda k: jax.random.normal(k, (V,)))(jax.random.split(key, n))
-        if shape == "scan":
-            return lax.scan(
-                lambda c, k: (c + jax.random.uniform(k, (n, V)), None), jnp.zeros((n, V)), jax.random.split(key, 3)
-            )[0]
-        if shape == "remat":
-            return jax.checkpoint(lambda key: jax.random.normal(key, (n, V)))(key)
-        return jax.random.normal(key, (n, V), jnp.float64 if shape == "float64" else jnp.bfloat16).astype(float)
-
-    def loss(p, b, key):
-        drawn = mask(key, b["x"])
-        return (drawn * (b["x"] @ p["w"])).sum(), drawn
-
-    result = check(loss, W, X, extra=(jax.random.key(3),), count=count)
-    assert isinstance(result.out_status[1], Batched)
-
-
-def test_keys_whose_draws_have_no_rows_warn_once_and_draw_per_microbatch():
-    def loss(p, b, key):
-        return (jax.random.normal(key, (b["x"].shape[0], V)) * (b["x"] @ p["w"])).sum()
-
-    with pytest.warns(RandomKeyWarning, match="test_microbatch.py"):
-        split(loss, W, X, (jax.random.key(3, impl="rbg"),))
-
-
 def test_what_is_only_reported_may_be_any_function_of_sums_and_rows():
     """Case 39."""
 
@@ -706,20 +320,6 @@ def test_unknown_primitive_is_named():
         return jnp.sum(jax.pure_callback(np.sin, jax.eval_shape(lambda: b["x"] @ p["w"]), b["x"] @ p["w"]))
 
     assert "test_microbatch.py" in refuse(loss, W, X, "`pure_callback`")
-
-
-@pytest.mark.parametrize("rows", [2, 8])
-def test_microbatches_of_one_row(rows):
-    def loss(p, b):
-        logits = p["e"][b["t"]] @ p["w"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, b["t"])
-        picked = jnp.take_along_axis(clipped(own_matmul(b["x"], p["w"])), b["y"][:, None], 1)
-        n = b["y"].shape[0]
-        halves = jnp.split(jnp.concatenate([b["x"], b["x"] ** 2]) @ p["w"], 2)
-        out = jax.checkpoint(jax.nn.silu)(logits).reshape(n * T, V)
-        return (losses * b["m"]).sum() / b["m"].sum() + picked.mean() + (halves[0] * halves[1]).sum() / n, out
-
-    check(loss, W, jax.tree.map(lambda x: x[:rows], {**X, "m": MASK}), count=rows)
 
 
 # -- random programs

@@ -11,7 +11,7 @@ from jax import lax
 from merak_jax.errors import NotSeparableError
 from merak_jax.tracing.jaxprs import function_of
 from merak_jax.tracing.microbatch import Batched, Partial
-from tests.tracing.test_microbatch import close, joined_rows, rows_of, split, value_and_gradients
+from tests.tracing.microbatch_check import close, joined_rows, rows_of, split, value_and_gradients
 
 B, T, H, V = 6, 3, 4, 5
 EXAMPLES = 75
