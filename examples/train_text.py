@@ -150,9 +150,7 @@ def summarize(args, data, step, state, losses) -> None:
 
     prompt = data.held_out_part[: max(1, args.seq // 2)]
     tokens = np.frombuffer(prompt, np.uint8)[None]
-    sampled = generate(
-        model, params, tokens, SAMPLE_BYTES, temperature=0.8, rng=jax.random.key(args.seed + 1)
-    )
+    sampled = generate(model, params, tokens, SAMPLE_BYTES, temperature=0.8, rng=jax.random.key(args.seed + 1))
     sample = bytes(np.asarray(sampled[0], np.uint8)).decode(errors="replace")
     print(f"\nsample, after the held-out text {prompt.decode(errors='replace')!r}:\n{sample}\n")
 

@@ -226,6 +226,18 @@ def test_case_67_a_later_batch_of_another_size_is_checked_too():
         step(make_state(), make_batch(5))
 
 
+def test_an_argument_with_as_many_rows_as_the_batch_is_named_with_the_option_that_makes_it_part_of_it():
+    def step(state, images, labels):
+        return train_step(state, {"x": images, "y": labels})
+
+    batch = make_batch()
+    with pytest.raises(errors.TraceError, match=r"argument `labels` has 8 rows too.*batch_argnums=\(1, 2\)"):
+        merak_jax.parallelize(step, num_microbatches=2)(make_state(), batch["x"], batch["y"])
+    parallel = merak_jax.parallelize(step, num_microbatches=2, batch_argnums=(1, 2))
+    _, metrics = parallel(make_state(), batch["x"], batch["y"])
+    np.testing.assert_allclose(metrics["loss"], jax.jit(train_step)(make_state(), batch)[1]["loss"], rtol=1e-6)
+
+
 @pytest.mark.parametrize("leaf", [np.array(["a"] * ROWS), ["a"] * ROWS], ids=["array", "list"])
 def test_text_in_the_batch_names_its_leaf(leaf):
     with pytest.raises(errors.TraceError, match=r"\['names'\].*not an array or a number"):

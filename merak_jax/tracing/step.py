@@ -172,7 +172,7 @@ def trace(
         raise TraceError(
             f"the train step works for a batch of {size} rows but not for one of {rows} rows, as which it is "
             f"traced to cut it into microbatches: at {_compat.failing_line(error)}, {error}; take sizes from the batch, "
-            "not from constants"
+            f"not from constants{_more_batch_arguments(train_step, args, batch_argnums, size)}"
         ) from error
     flat_program = inline(closed)
     closed = _without_dead_equations(flat_program)
@@ -203,6 +203,27 @@ def trace(
         leaf_keys=tuple(leaf_keys),
         leaf_rows=tuple(leaf_rows),
         rows=rows if rows is not None else size,
+    )
+
+
+def _more_batch_arguments(train_step: Callable, args: Sequence[Any], batch_argnums: Sequence[int], size: int) -> str:
+    """Advice, if arguments that were not said to be the batch have as many rows as it has."""
+
+    def has_rows(arg):
+        return any(leaf.ndim and leaf.shape[0] == size for leaf in jax.tree.leaves(arg))
+
+    rest = range(max(batch_argnums) + 1, len(args))
+    missed = [n for n in rest if has_rows(args[n])]
+    if not missed:
+        return ""
+    try:
+        names = list(inspect.signature(train_step).parameters)
+    except (TypeError, ValueError):
+        names = []
+    shown = ", ".join(f"`{names[n]}`" if n < len(names) else f"number {n}" for n in missed)
+    return (
+        f"; argument {shown} has {size} rows too: if it is part of the batch, say "
+        f"batch_argnums={(*sorted(batch_argnums), *missed)}"
     )
 
 
