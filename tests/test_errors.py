@@ -230,10 +230,10 @@ def test_an_argument_with_as_many_rows_as_the_batch_is_named_with_the_option_tha
     def step(state, images, labels):
         return train_step(state, {"x": images, "y": labels})
 
-    batch = make_batch()
+    batch, options = make_batch(), {"mesh": merak_jax.make_mesh(devices=jax.devices()[:1]), "num_microbatches": 2}
     with pytest.raises(errors.TraceError, match=r"argument `labels` has 8 rows too.*batch_argnums=\(1, 2\)"):
-        merak_jax.parallelize(step, num_microbatches=2)(make_state(), batch["x"], batch["y"])
-    parallel = merak_jax.parallelize(step, num_microbatches=2, batch_argnums=(1, 2))
+        merak_jax.parallelize(step, **options)(make_state(), batch["x"], batch["y"])
+    parallel = merak_jax.parallelize(step, batch_argnums=(1, 2), **options)
     _, metrics = parallel(make_state(), batch["x"], batch["y"])
     np.testing.assert_allclose(metrics["loss"], jax.jit(train_step)(make_state(), batch)[1]["loss"], rtol=1e-6)
 
