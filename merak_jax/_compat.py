@@ -14,7 +14,9 @@ from jax._src import api as _api
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.dispatch import device_put_p as _device_put_p
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.pjit import sharding_constraint_p as _sharding_constraint_p
 from jax.experimental.xla_metadata import set_xla_metadata
 
 # Files whose lines mean nothing to the user; the models of this package are read like the user's own.
@@ -39,6 +41,34 @@ def replaced_vjp(replacement: Callable) -> Iterator[Callable]:
     finally:
         _api.vjp = original
         jax.vjp = public
+
+
+@contextlib.contextmanager
+def without_placement(warn: Callable[[str, str], None]) -> Iterator[None]:
+    """While active, `with_sharding_constraint` and `device_put` of traced values do nothing but `warn(name, line)`.
+
+    Their results would carry the mesh that they name in their types, and everything made of them too.
+    """
+
+    def constrained(value, **_):
+        warn("with_sharding_constraint", calling_line())
+        return value
+
+    def put(*values, devices, **params):
+        if not any(isinstance(x, _core.Tracer) for x in values):
+            return _core.Primitive.bind(_device_put_p, *values, devices=devices, **params)
+        if any(device is not None for device in devices):
+            warn("device_put", calling_line())
+        return list(values)
+
+    primitives = {_sharding_constraint_p: constrained, _device_put_p: put}
+    for primitive, replacement in primitives.items():
+        primitive.bind = replacement
+    try:
+        yield
+    finally:
+        for primitive in primitives:
+            del primitive.bind
 
 
 def source_line(eqn) -> str:

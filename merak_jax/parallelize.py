@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from merak_jax.errors import BatchError, PlanError, StateError
+from merak_jax.errors import BatchError, PlanError, TraceError
 from merak_jax.mesh import check_mesh, make_mesh
 from merak_jax.objects.call import ObjectStep, read_all
 from merak_jax.objects.graph import holds_objects
@@ -185,7 +185,7 @@ class ParallelStep:
         if holds_objects(state):
             return read_all(state)
         if isinstance(state, PackedState):
-            return state._layout.unshard(state._arrays)
+            return state._whole()
         return state.make() if isinstance(state, DeferredState) else state
 
     def _positional(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -221,6 +221,11 @@ class ParallelStep:
             program, parts = self._objects.program(args, _shapes_of, _key)
             self._latest = program.runner
             return self._objects(args, program, parts)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+            raise TraceError(
+                "the parallel step is called under jax.jit or another transformation; call it directly: it compiles itself, "
+                "for the whole mesh"
+            )
         return self._runner_for(args)(args)
 
     def _runner_for(self, args: Sequence[Any]) -> _Runner:
@@ -342,14 +347,8 @@ class _Runner:
         """An argument as a packed state of this runner's layout."""
         layout = self.layouts[argument]
         if isinstance(state, PackedState):
-            if any(array.is_deleted() for array in state._arrays):
-                raise StateError(
-                    "this state was donated to an earlier call and is gone; use the state which that call returned, or keep "
-                    "states alive with parallelize(..., donate=False)"
-                )
-            if state._layout == layout:
-                return state
-            return layout.shard(state._layout.unshard(state._arrays))
+            arrays = state._alive()
+            return state if state._layout == layout else layout.shard(state._layout.unshard(arrays))
         if isinstance(state, DeferredState):
             return initialise(state._function, state._args, layout)
         return layout.shard(state)

@@ -200,10 +200,26 @@ def find_state_outputs(traced: TracedStep, packable: Sequence[int]) -> dict[int,
             break
     if not result and not traced.is_evaluation:
         raise PlanError(
-            "the train step does not return a new state with the structure, shapes and types of the state it takes"
-            f"{mismatch or '; return (new_state, metrics)'}"
+            f"the train step at {traced.source} does not return a new state with the structure, shapes and types of the state "
+            f"it takes{mismatch or f': it returns {_shape_of_result(traced)}; return (new_state, metrics)'}"
         )
     return result
+
+
+def _shape_of_result(traced: TracedStep) -> str:
+    """What the step returns, in a few words: the types of its results, or of its arrays."""
+    leaves = iter(traced.jaxpr.jaxpr.outvars)
+
+    def show(tree) -> str:
+        own = [next(leaves) for _ in range(tree.num_leaves)]
+        if jax.tree_util.treedef_is_leaf(tree):
+            return own[0].aval.str_short()
+        return "None" if tree.node_data() is None else tree.node_data()[0].__name__
+
+    kind = traced.out_tree.node_data()
+    if kind is None or kind[0] is not tuple:
+        return show(traced.out_tree)
+    return f"({', '.join(map(show, jax.tree_util.treedef_children(traced.out_tree)))})"
 
 
 def _other_leaves(before: Any, after: Any) -> str:

@@ -64,7 +64,8 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int, semant
         if n >= full.num_loss_constants:
             _check_differentiated(full, n, bits, statuses[-1])
             domains.append(Domain.PARAMETER)
-        elif bits & BATCH and (isinstance(statuses[-1], Batched) or whole):
+        elif isinstance(statuses[-1], Batched) or (bits & BATCH and whole):
+            # Rows: of the batch, or drawn for each row beforehand.
             domains.append(Domain.BATCH)
         else:
             # What the step made of the whole batch beforehand (a token count) is a constant for the loss; so are keys and counters.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -110,13 +111,13 @@ class Run:
                 result.append(put(total, rows if valid is None else jnp.where(valid, rows, take(total, m)), m))
         return result
 
-    def finish(self, outputs) -> list[Any]:
-        """Outputs in the types of the loss."""
-        return [o.astype(a.aval.dtype) for o, a in zip(outputs, self.graph.epilogue.outvars)]
-
 
 def _sum_dtype(dtype) -> Any:
-    return accumulator_dtype(dtype) if is_differentiable(jax.ShapeDtypeStruct((), dtype)) else dtype
+    """Sums are wide while they are added up and reduced: XLA:CPU aborts on some all-reduces of 16 bits."""
+    if is_differentiable(jax.ShapeDtypeStruct((), dtype)):
+        return accumulator_dtype(dtype)
+    wide = {"i": jnp.int32, "u": jnp.uint32}.get(np.dtype(dtype).kind)
+    return dtype if wide is None else jnp.promote_types(dtype, wide)
 
 
 def _rows_shape(aval, status: Batched) -> tuple[int, ...]:

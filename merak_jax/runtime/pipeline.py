@@ -90,7 +90,10 @@ class Pipeline:
                 out_specs=(out_specs, P(), P()),
             )
         outputs, lane_sums, shared_sums = local(list(lanes), list(shared), rows)
-        outputs = [o if isinstance(s, Partial) else rows_back(o, s) for o, s in zip(outputs, self.output_status)]
+        outputs = [
+            o.astype(a.aval.dtype) if isinstance(s, Partial) else rows_back(o, s)
+            for o, s, a in zip(outputs, self.output_status, self.graph.epilogue.outvars)
+        ]
         return outputs, lane_sums, shared_sums
 
 
@@ -115,7 +118,7 @@ class _WholeRun(Run):
 
         state = (self.zero_outputs(), self.zero_shared_sums())
         state, _ = lax.scan(body, state, jnp.arange(self.p.num_microbatches))
-        return self.finish(state[0]), [], state[1]
+        return state[0], [], state[1]
 
     def outputs(self) -> list[Any]:
         """The outputs alone."""
@@ -123,4 +126,4 @@ class _WholeRun(Run):
         def body(outputs, m):
             return self.collect(outputs, self.epilogue([], self.shared, self.microbatch(m))[1], m), None
 
-        return self.finish(lax.scan(body, self.zero_outputs(), jnp.arange(self.p.num_microbatches))[0])
+        return lax.scan(body, self.zero_outputs(), jnp.arange(self.p.num_microbatches))[0]

@@ -185,9 +185,23 @@ class PackedState:
     def tree_unflatten(cls, layout, arrays):
         return cls(layout, arrays)
 
+    def _alive(self) -> list[Any]:
+        """The stored arrays; StateError if an earlier step was given their memory."""
+        if any(
+            isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) and a.is_deleted() for a in self._arrays
+        ):
+            raise StateError(
+                "this state was donated to an earlier call and is gone; use the state which that call returned, or keep "
+                "states alive with parallelize(..., donate=False)"
+            )
+        return self._arrays
+
+    def _whole(self) -> Any:
+        return self._layout.unshard(self._alive())
+
     def _resolve(self, part: Any) -> Any:
         def read(x):
-            return self._layout.unpack_leaf(self._arrays, x.leaf) if isinstance(x, _Unread) else x
+            return self._layout.unpack_leaf(self._alive(), x.leaf) if isinstance(x, _Unread) else x
 
         return jax.tree.map(read, part, is_leaf=lambda x: isinstance(x, _Unread))
 
@@ -201,7 +215,7 @@ class PackedState:
         value = getattr(outline, name)
         if getattr(value, "__self__", None) is outline:
             # A method sees the user's tree, not its outline.
-            return getattr(self._layout.unshard(self._arrays), name)
+            return getattr(self._whole(), name)
         return self._resolve(value)
 
     def __iter__(self):

@@ -126,7 +126,7 @@ class TickRun(Run):
         shared = dict(zip([v for v, yes in zip(self.p.shared, self.wanted) if yes], state["shared"]))
         for v, total in zip(select(self.stage.shared_gradient, self.stage.shared), state["block_shared"]):
             shared[v] = shared[v] + total.sum(0)
-        return self.finish(state["outputs"]), sum(state["lanes"], []), self.constrain_shared_sums(list(shared.values()))
+        return state["outputs"], sum(state["lanes"], []), self.constrain_shared_sums(list(shared.values()))
 
     def _after_what_is_read_later(self, buffers) -> list[Any]:
         """The same empty buffers, but known only when every small shared value is: the first phase starts after them.

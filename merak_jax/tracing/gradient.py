@@ -5,6 +5,7 @@ A step without one is an `evaluation` equation as a whole."""
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -55,7 +56,7 @@ def _evaluation_abstract(*_, jaxpr: ClosedJaxpr, num_constants: int, source: str
 def captured_gradient_calls() -> Iterator[None]:
     """While active, `jax.grad` and its relatives record a `loss_and_grad` equation, however they were imported.
 
-    A gradient taken inside the loss (a gradient penalty) is left as it is.
+    A gradient taken inside the loss (a gradient penalty) is left as it is. Where the step says where values live is left out.
     """
     inside_loss = False
 
@@ -116,7 +117,13 @@ def captured_gradient_calls() -> Iterator[None]:
 
         return (loss, pull_back, aux) if has_aux else (loss, pull_back)
 
-    with _compat.replaced_vjp(replacement), _compat.separate_trace_cache():
+    def left_out(name: str, line: str) -> None:
+        warnings.warn(
+            f"`{name}` at {line} is left out of the parallel step: its plan says where values live, and no number changes",
+            stacklevel=2,
+        )
+
+    with _compat.replaced_vjp(replacement), _compat.separate_trace_cache(), _compat.without_placement(left_out):
         yield
 
 

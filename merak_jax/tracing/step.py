@@ -29,6 +29,7 @@ class TracedStep:
     one `evaluation` equation where the step takes no gradient.
     `loss`: the differentiated function, flat, inputs `[constants..., differentiated leaves...]`; for an evaluation the step.
     `leaf_argument`, `leaf_path`, `leaf_rows`: per input leaf its argument number, its path, and whether dimension 0 is the batch.
+    `source`: the `file:line (function)` where the user defined the step, or its text.
     """
 
     jaxpr: ClosedJaxpr
@@ -42,6 +43,7 @@ class TracedStep:
     leaf_keys: tuple[tuple[Any, ...], ...]
     leaf_rows: tuple[bool, ...]
     rows: int
+    source: str
 
     @property
     def equation(self) -> JaxprEqn:
@@ -64,6 +66,14 @@ def unwrap(train_step: Callable) -> Callable:
     return train_step
 
 
+def _source(train_step: Callable) -> str:
+    function = inspect.unwrap(train_step)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})" if code is not None else repr(function)
+
+
 def static_arguments(train_step: Callable) -> tuple[int, ...]:
     """The positions of the arguments that are static under the jits which `unwrap` removes."""
     found: set[int] = set()
@@ -82,8 +92,9 @@ def abstract(tree: Any, name: str = "the value") -> Any:
         try:
             aval = jax.typeof(jax.numpy.asarray(x) if isinstance(x, (bool, int, float, complex)) else x)
         except TypeError as error:
+            kind = f"{type(x).__name__}{f' of {x.dtype}' if hasattr(x, 'dtype') else ''}"
             raise TraceError(
-                f"{name}{jax.tree_util.keystr(path)} is a {type(x).__name__}, not an array or a number; keep other values out of "
+                f"{name}{jax.tree_util.keystr(path)} is a {kind}, not an array of numbers or a number; keep other values out of "
                 "the state and the batch, and bind options first: merak_jax.parallelize(functools.partial(train_step, ...))"
             ) from error
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
@@ -203,6 +214,7 @@ def trace(
         leaf_keys=tuple(leaf_keys),
         leaf_rows=tuple(leaf_rows),
         rows=rows if rows is not None else size,
+        source=_source(train_step),
     )
 
 
