@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import glob
 import json
+import math
 import os
 import signal
 import subprocess
@@ -245,8 +246,8 @@ def parse_arguments(parser: Parser, argv):
         )
     if args.seed < 0:
         parser.error(f"--seed {args.seed} is negative")
-    if not args.lr > 0:
-        parser.error(f"--lr {args.lr} is not above 0")
+    if not 0 < args.lr < math.inf:
+        parser.error(f"--lr {args.lr} is not a positive number")
     return args
 
 

@@ -167,3 +167,18 @@ def test_sub_jaxprs_finds_the_programs_inside_an_equation(name):
 
 def test_sub_jaxprs_of_a_plain_equation_is_empty():
     assert _compat.sub_jaxprs(jax.make_jaxpr(jnp.sin)(0.5).eqns[0]) == []
+
+
+def test_placement_of_traced_values_does_nothing_and_is_told_and_jax_is_restored():
+    device, told = jax.devices()[0], []
+
+    def function(x):
+        return jax.lax.with_sharding_constraint(jax.device_put(x, device), jax.sharding.SingleDeviceSharding(device))
+
+    with _compat.without_placement(lambda name, line: told.append((name, line))):
+        inside = jax.make_jaxpr(lambda x: function(x))(1.0)
+        assert jax.device_put(np.ones(2), device).sum() == 2
+    assert not inside.eqns
+    assert [name for name, _ in told] == ["device_put", "with_sharding_constraint"]
+    assert all(f"{__file__}:{function.__code__.co_firstlineno + 1}" in line for _, line in told)
+    assert [e.primitive.name for e in jax.make_jaxpr(function)(1.0).eqns] == ["device_put", "sharding_constraint"]

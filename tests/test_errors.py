@@ -240,7 +240,7 @@ def test_an_argument_with_as_many_rows_as_the_batch_is_named_with_the_option_tha
 
 @pytest.mark.parametrize("leaf", [np.array(["a"] * ROWS), ["a"] * ROWS], ids=["array", "list"])
 def test_text_in_the_batch_names_its_leaf(leaf):
-    with pytest.raises(errors.TraceError, match=r"\['names'\].*not an array or a number"):
+    with pytest.raises(errors.TraceError, match=r"\['names'\].* is a .*, not an array of numbers or a number"):
         run(train_step, batch=make_batch() | {"names": leaf})
 
 

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 import merak_jax
 from merak_jax import _compat, errors
 from merak_jax.tracing.step import static_arguments
-from tests.helper import assert_same_as_single_device, run_on_mesh, worst_leaf
+from tests.helper import assert_same_as_single_device, run_on_mesh, run_on_one_device, worst_leaf
 
 ROWS, WIDTH = 8, 4
 SGD = optax.sgd(0.1)
@@ -332,3 +332,61 @@ def test_a_program_that_python_randomness_changes_is_explained(drop):
 
     with pytest.raises(errors.NotSeparableError, match=r"two different programs.*Python or numpy random.*jax\.random"):
         plan(step)
+
+
+def test_placement_in_the_step_is_left_out_with_a_warning():
+    own = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("own",))
+    split = jax.sharding.NamedSharding(own, jax.sharding.PartitionSpec("own"))
+
+    def step(state, batch):
+        @jax.checkpoint
+        def block(layer, x):
+            return jax.device_put(x + jnp.tanh(x @ layer["kernel"] + layer["bias"]), jax.devices()[0])
+
+        def loss(params):
+            x = jax.lax.with_sharding_constraint(batch["x"], split)
+            for layer in params["layers"]:
+                x = block(layer, x)
+            return ((jax.device_put(x) @ params["head"] - batch["y"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    expected = run_on_one_device(train_step, make_state, make_batch, SGD)
+    with pytest.warns(UserWarning, match=r"left out of the parallel step") as caught:
+        assert_same(step, expected=expected)
+    messages = [str(w.message) for w in caught]
+    for text, name in (("with_sharding_constraint", "with_sharding_constraint"), ("jnp.tanh", "device_put")):
+        assert any(line_of(step, text) in m and f"`{name}`" in m for m in messages), messages
+
+
+def test_a_mask_drawn_before_the_loss_is_cut_into_rows():
+    key = jax.random.key(3)
+
+    def step(state, batch):
+        drawn = jax.random.bernoulli(jax.random.fold_in(key, state.step), 0.5, batch["y"].shape)
+
+        def loss(params):
+            return (squares(params, batch) * drawn).sum() / drawn.sum()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value, "drawn": drawn}
+
+    assert_same(step)
+
+
+@pytest.mark.parametrize("around", [jax.jit, lambda f: lambda *a: jax.eval_shape(f, *a)], ids=["jit", "eval_shape"])
+def test_the_parallel_step_under_a_transformation_is_refused(around):
+    parallel = merak_jax.parallelize(train_step, mesh=pipelined(), num_microbatches=2)
+    with pytest.raises(errors.TraceError, match="called under jax.jit or another transformation; call it directly"):
+        around(parallel)(make_state(), make_batch())
+
+
+def test_a_step_that_returns_no_state_is_named_with_what_it_returns():
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda p: squares(p, batch).mean())(state.params)
+        return state.apply_gradients(grads=grads).params, loss
+
+    with pytest.raises(errors.PlanError, match=r"it returns \(dict, float64\[\]\); return \(new_state") as raised:
+        plan(step)
+    assert line_of(step, "def step") in str(raised.value)

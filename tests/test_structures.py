@@ -295,8 +295,9 @@ def test_a_donated_state_given_again_is_refused():
     batch = batch_of(8)
     state, _ = step(PARAMS, batch)
     step(state, batch)
-    with pytest.raises(StateError, match="donated"):
-        step(state, batch)
+    for use in (lambda: step(state, batch), lambda: step.unshard(state), lambda: state["out"]):
+        with pytest.raises(StateError, match="donated"):
+            use()
 
 
 def refused(loss, params, error, match, **sizes):

@@ -133,7 +133,9 @@ class StepProgram:
         """The loss's outputs from those of the pipeline."""
         post = self.loss.loss.postcompute
         operands = self.traced.equation.invars
-        read = {a for e in post.jaxpr.eqns for a in e.invars} | {a for a in post.jaxpr.outvars if isinstance(a, Var)}
+        read = {a for e in post.jaxpr.eqns for a in e.invars if isinstance(a, Var)} | {
+            a for a in post.jaxpr.outvars if isinstance(a, Var)
+        }
         values = [before.whole(a) if v in read else None for v, a in zip(post.jaxpr.invars, operands)]
         return evaluate(post.jaxpr, post.consts, *values, *outputs)
 
