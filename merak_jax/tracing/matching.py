@@ -17,6 +17,7 @@ SHAPE_PARAMS: dict[str, frozenset[str]] = {
     "broadcast_in_dim": frozenset({"shape"}),
     "reshape": frozenset({"new_sizes"}),
     "iota": frozenset({"shape"}),
+    "tile": frozenset({"reps"}),
     "empty": frozenset({"shape"}),
     "slice": frozenset({"start_indices", "limit_indices"}),
     "split": frozenset({"sizes"}),
@@ -69,8 +70,13 @@ def merge(full: Jaxpr, micro: Jaxpr, *, exact_literals: bool = False) -> Jaxpr:
         def where(b: JaxprEqn = b) -> str:
             return f", at {_compat.source_line(b)}"
 
-        if a.primitive is not b.primitive or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
+        if a.primitive is not b.primitive:
             raise NotSeparableError(_different(f"`{a.primitive}` in one, `{b.primitive}` in the other{where()}"))
+        if len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
+            counts = [f"{len(e.invars)} operands and {len(e.outvars)} results" for e in (a, b)]
+            raise NotSeparableError(
+                _different(f"`{a.primitive}` has {counts[0]} in one, {counts[1]} in the other{where()}")
+            )
         invars = [merge_atom(x, y, where) for x, y in zip(a.invars, b.invars)]
         params = _merge_params(a, b, where, exact_literals)
         micro_of.update(zip(a.outvars, b.outvars))

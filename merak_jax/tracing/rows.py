@@ -23,7 +23,7 @@ from merak_jax.tracing.separability import RULES, Batched, Partial, Shared, Stat
 Atom = Any  # a variable or a literal
 
 # Equations that can give the batch dimension to a value which had none.
-_CREATORS = frozenset({"broadcast_in_dim", "iota", "random_bits", "random_split"})
+_CREATORS = frozenset({"broadcast_in_dim", "iota", "random_bits", "random_split", "tile"})
 
 WAYS_OUT = (
     "Microbatches would not give the numbers of the full batch. Three ways out: run the batch whole "

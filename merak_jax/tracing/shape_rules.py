@@ -206,10 +206,15 @@ def _unstack(op):
 @rule("tile")
 @linear_in_first
 def _tile(op):
-    rows = op.status[0]
+    rows, reps = op.status[0], op.params["reps"]
     if isinstance(rows, Batched):
-        return replace(rows, outer=rows.outer * op.params["reps"][rows.axis])
-    return rows
+        return replace(rows, outer=rows.outer * reps[rows.axis])
+    if is_rows(rows):
+        return rows
+    axis = op.new_batch_axis()
+    # All copies are the same, so that they can be dealt out to the rows in order.
+    share = op.full.outvars[0].aval.shape[axis] // op.rows_full
+    return Uniform(axis) if op.full.invars[0].aval.shape[axis] == 1 else Batched(axis, 1, share)
 
 
 @rule("split")

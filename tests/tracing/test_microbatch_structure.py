@@ -223,3 +223,26 @@ def test_microbatches_of_one_row(rows):
         return (losses * b["m"]).sum() / b["m"].sum() + picked.mean() + (halves[0] * halves[1]).sum() / n, out
 
     check(loss, W, jax.tree.map(lambda x: x[:rows], {**X, "m": MASK}), count=rows)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_values_tiled_to_the_rows_of_the_batch(count):
+    def loss(p, b):
+        n = b["x"].shape[0]
+        first = jnp.tile(p["e"][:1][None], (n, 1, 1))
+        # Two rows' worth at a time; a microbatch of one row has no half of it.
+        pairs = jnp.tile(p["w"].T[:2, None], (n // 2, 3, 1)).sum(1) if count < 8 else 0.0
+        several = jnp.tile(p["e"][:2], (2 * n, 1)).reshape(n, 4, -1)
+        tokens = jnp.concatenate([first, several, b["x"][:, None], jnp.tile(b["x"][:, None], (1, 2, 1))], 1)
+        logits = jnp.tanh(tokens) @ p["w"]
+        penalty = ((b["x"] * pairs) ** 2).sum() / n
+        return (logits[:, 0, 0] * logits[:, -1, 1]).mean() + (logits**2).mean() + penalty, tokens
+
+    check(loss, W, X, count=count)
+
+
+def test_an_equation_with_another_number_of_operands_is_named_with_both_numbers():
+    def loss(p, b):
+        return (jnp.concatenate([p["w"]] * b["x"].shape[0]).sum() * b["x"]).sum()
+
+    refuse(loss, W, X, "`concatenate` has 8 operands and 1 results in one, 4 operands")
