@@ -73,9 +73,9 @@ def merge(full: Jaxpr, micro: Jaxpr, *, exact_literals: bool = False) -> Jaxpr:
         if a.primitive is not b.primitive:
             raise NotSeparableError(_different(f"`{a.primitive}` in one, `{b.primitive}` in the other{where()}"))
         if len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
-            counts = [f"{len(e.invars)} operands and {len(e.outvars)} results" for e in (a, b)]
+            sizes = [f"{len(e.invars)} operands and {len(e.outvars)} results" for e in (a, b)]
             raise NotSeparableError(
-                _different(f"`{a.primitive}` has {counts[0]} in one, {counts[1]} in the other{where()}")
+                _different(f"`{a.primitive}` has {sizes[0]} in one, {sizes[1]} in the other{where()}")
             )
         invars = [merge_atom(x, y, where) for x, y in zip(a.invars, b.invars)]
         params = _merge_params(a, b, where, exact_literals)
