@@ -61,14 +61,22 @@ def without_placement(warn: Callable[[str, str], None]) -> Iterator[None]:
             warn("device_put", calling_line())
         return list(values)
 
-    primitives = {_sharding_constraint_p: constrained, _device_put_p: put}
-    for primitive, replacement in primitives.items():
-        primitive.bind = replacement
+    with _bound(_sharding_constraint_p, constrained), _bound(_device_put_p, put):
+        yield
+
+
+@contextlib.contextmanager
+def _bound(primitive, bind: Callable) -> Iterator[None]:
+    """While active, the primitive binds by this function; may be nested."""
+    before = vars(primitive).get("bind")
+    primitive.bind = bind
     try:
         yield
     finally:
-        for primitive in primitives:
-            del primitive.bind
+        if before is None:
+            vars(primitive).pop("bind", None)
+        else:
+            primitive.bind = before
 
 
 def source_line(eqn) -> str:
