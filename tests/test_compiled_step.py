@@ -65,18 +65,14 @@ class Compiled:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.lowered = step.lower(jax.eval_shape(make_state, jax.random.key(0)), batch)
-            self.seconds = []
-            self.compile()
+            # Processor seconds, as the machine may be busy. JAX keeps the result: a second time would take none.
+            start = time.process_time()
+            self.compiled = self.lowered.lowered.compile()
+            self.seconds = time.process_time() - start
         self.warnings = [str(w.message) for w in caught]
         self.memory = self.compiled.memory_analysis()
         self.program = Program(self.compiled.as_text())
         (self.layout,) = step._latest.layouts.values()
-
-    def compile(self):
-        """Compile, anew each time; processor seconds, as the machine may be busy."""
-        start = time.process_time()
-        self.compiled = self.lowered.lowered.compile()
-        self.seconds.append(time.process_time() - start)
 
     @property
     def state_bytes(self):
@@ -102,11 +98,8 @@ def test_step_has_no_conditional(sizes):
 @pytest.mark.parametrize("change", [{"layers": 48}, {"num_microbatches": 64}], ids=["48 layers", "64 microbatches"])
 def test_program_and_compile_time_do_not_grow(change):
     base, large = compiled(), compiled(**change)
-    if min(large.seconds) > 1.5 * min(base.seconds):
-        base.compile()
-        large.compile()
     assert large.program.num_instructions == pytest.approx(base.program.num_instructions, rel=0.05)
-    assert min(large.seconds) <= 1.5 * min(base.seconds)
+    assert 1 < large.seconds <= 1.5 * base.seconds
 
 
 def test_temporary_bytes_do_not_grow_with_microbatches():
