@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from merak_jax.errors import BatchError, PlanError, TraceError
+from merak_jax.errors import BatchError, NotSeparableError, PlanError, TraceError
 from merak_jax.mesh import check_mesh, make_mesh
 from merak_jax.objects.call import ObjectStep, read_all
 from merak_jax.objects.graph import holds_objects
@@ -21,8 +21,9 @@ from merak_jax.runtime.build import build
 from merak_jax.runtime.initialise import initialise
 from merak_jax.runtime.program import StepProgram
 from merak_jax.runtime.state import DeferredState, PackedState, StateLayout, shapes_key
+from merak_jax.tracing.matching import ProgramsDifferError
 from merak_jax.tracing.microbatch import rows_to_trace
-from merak_jax.tracing.step import abstract, batch_rows, static_arguments, trace, unwrap
+from merak_jax.tracing.step import abstract, batch_rows, source_of, static_arguments, trace, unwrap
 
 P = PartitionSpec
 
@@ -301,21 +302,19 @@ class _Runner:
         bad = [n for n in self.batch_argnums if not 0 <= n < len(shapes)]
         if bad:
             raise PlanError(f"batch_argnums={self.batch_argnums} but the step got {len(shapes)} arguments")
-        check_batch(shapes, self.batch_argnums, self.mesh.shape["data"], step._num_microbatches)
+        check_batch(train_step, shapes, self.batch_argnums, self.mesh.shape["data"], step._num_microbatches)
         full = trace(train_step, shapes, self.batch_argnums)
         rows = full.rows // (self.mesh.shape["data"] * step._num_microbatches)
-        traced_rows = rows if step._semantics == "per_microbatch" else rows_to_trace(full.rows, rows)
-        micro = full if rows == full.rows else trace(train_step, shapes, self.batch_argnums, rows=traced_rows)
         # A lone scalar beside the state (a loss scale) is an input, not a state: a metric may look just like it.
         packable = [
             n
             for n, shape in enumerate(shapes)
             if n not in self.batch_argnums and (n == 0 or not jax.tree_util.all_leaves([shape]))
         ]
-        self.program: StepProgram = build(
+        build_from = functools.partial(
+            build,
             full,
-            micro,
-            rows,
+            rows=rows,
             mesh=self.mesh,
             num_microbatches=step._num_microbatches,
             make_table=functools.partial(make_table, step._schedule),
@@ -323,6 +322,19 @@ class _Runner:
             semantics=step._semantics,
             given={n: layout for n, layout in stored.items() if layout.mesh == self.mesh and full.is_evaluation},
         )
+        proved = step._semantics == "full_batch"
+        traced_rows = rows_to_trace(full.rows, rows) if proved else rows
+        micro = full if rows == full.rows else trace(train_step, shapes, self.batch_argnums, rows=traced_rows)
+        try:
+            self.program: StepProgram = build_from(micro)
+        except ProgramsDifferError as error:
+            # With so few rows a reshape may find the shape it makes, and JAX leaves it out. Twice the batch is no such number.
+            try:
+                if not proved:
+                    raise
+                self.program = build_from(trace(train_step, shapes, self.batch_argnums, rows=2 * full.rows))
+            except (ProgramsDifferError, TraceError):
+                raise NotSeparableError(str(error)) from None
         self.plan = describe(self.program, "forward" if full.is_evaluation else step._schedule, step._num_microbatches)
         self.layouts = self.program.layouts
         self.others = [n for n in range(len(shapes)) if n not in self.layouts]
@@ -407,13 +419,21 @@ class _Runner:
         return jax.tree.unflatten(top, parts)
 
 
-def check_batch(shapes: Sequence[Any], batch_argnums: Sequence[int], data: int, num_microbatches: int) -> None:
+def check_batch(
+    train_step: Callable, shapes: Sequence[Any], batch_argnums: Sequence[int], data: int, num_microbatches: int
+) -> None:
     """Raise BatchError unless the rows divide by `data * num_microbatches`."""
     named = []
     for n in batch_argnums:
         for keys, leaf in jax.tree_util.tree_flatten_with_path(shapes[n])[0]:
             named.append((f"argument {n}{jax.tree_util.keystr(keys)}", leaf))
-    rows, has_rows = batch_rows(named)
+    try:
+        rows, has_rows = batch_rows(named)
+    except BatchError as error:
+        places = ", ".join(map(str, batch_argnums))
+        raise BatchError(
+            f"{error}; argument {places} of the train step at {source_of(train_step)} is taken as the batch (batch_argnums)"
+        ) from None
     step = data * num_microbatches
     if rows % step or rows == 0:
         path = next(path for (path, _), yes in zip(named, has_rows) if yes)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax.partition.assemble import Slicer, assemble, pipelined_outputs
 from merak_jax.partition.chain import BATCH, BOTH, Chain, PlacedChain
 from merak_jax.partition.chains import find_chains, pipelined
 from merak_jax.partition.fingerprint import equation_shape
-from merak_jax.partition.work import flops
+from merak_jax.partition.lane_leaves import lane_leaves
+from merak_jax.partition.work import equation_flops, flops, products
 from merak_jax.tracing.jaxprs import make_jaxpr
+from merak_jax.tracing.side_results import REMAT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,19 +81,120 @@ class BlockGraph:
 _WORTH = 0.05
 
 
-def find_blocks(program: Jaxpr, input_domain: Mapping[Var, int]) -> BlockGraph:
+def find_blocks(program: Jaxpr, input_domain: Mapping[Var, int], stored: Sequence[tuple[Var, ...]] = ()) -> BlockGraph:
     """Cut `program` (flat, without constants) at its chain of equal blocks that covers most equations, and at further ones.
 
-    `input_domain` says for each input whether it is PARAMETER, BATCH (one microbatch's rows) or neither (0).
+    `input_domain` says for each input whether it is PARAMETER, BATCH (one microbatch's rows) or neither (0). A remat that does
+    most of the work, around all layers, is opened where the layers are found in it. Of several ways to cut the same layers, the
+    one is taken that leaves together what is stored together: `stored` has groups of inputs, one for each block.
     """
+    graph = _cut(program, input_domain, stored)
+    early = _shared_values_first(program, dependence(program, input_domain))
+    if early is not program:
+        graph = max(graph, _cut(early, input_domain, stored), key=_chain_work)
+    opened = early
+    while (eqn := dominant_equation(opened)) is not None and eqn.primitive.name in REMAT:
+        if _chain_work(graph) > equation_flops(eqn):
+            break
+        opened = _opened(opened, eqn)
+        graph = max(graph, _cut(opened, input_domain, stored), key=_chain_work)
+    return graph
+
+
+def _shared_values_first(program: Jaxpr, domain: Mapping[Var, int]) -> Jaxpr:
+    """The program with what several layers read of parameters and batch made before them, also where the first layer makes it.
+
+    Such a value (a position bias with the padding mask in it) is made of no layer's product, stands behind one, and is read
+    both before and after others.
+    """
+    own = pipelined(program, domain)
+    made_by = {v: n for n, e in enumerate(own) for v in e.outvars}
+    start = next((n for n, e in enumerate(own) if products(e)), len(own))
+    operands = [[made_by[a] for a in e.invars if isinstance(a, Var) and a in made_by] for e in own]
+    behind: list[bool] = []  # a product, or made of one
+    for n, e in enumerate(own):
+        behind.append(products(e) > 0 or any(behind[k] for k in operands[n]))
+    wanted = [n for n in range(start, len(own)) if not behind[n] and _spans_a_product(n, own, operands)]
+    moved = set(wanted)
+    for n in range(len(own) - 1, -1, -1):
+        if n in moved:
+            moved.update(operands[n])
+    if not wanted or any(e.effects for e in program.eqns):
+        return program
+    pipelined_ids = {id(e) for e in own}
+    before = [e for e in program.eqns if id(e) not in pipelined_ids]
+    first = [e for n, e in enumerate(own) if n in moved]
+    after = [e for n, e in enumerate(own) if n not in moved]
+    return make_jaxpr([], program.invars, program.outvars, [*before, *first, *after])
+
+
+def _spans_a_product(n: int, own: Sequence[JaxprEqn], operands: Sequence[Sequence[int]]) -> bool:
+    """Whether a result of equation n is read again by one that depends, through a product, on another that reads it."""
+    reach: dict[int, bool] = {}  # what depends on a reader: whether through a product
+    for m in range(n + 1, len(own)):
+        reads = n in operands[m]
+        found = [reach[k] for k in operands[m] if k in reach]
+        if reads and any(found):
+            return True
+        if reads or found:
+            reach[m] = any(found) or products(own[m]) > 0
+    return False
+
+
+def dominant_equation(program: Jaxpr) -> JaxprEqn | None:
+    """The equation that does more than half of the work, if there is one."""
+    largest = max(program.eqns, key=equation_flops, default=None)
+    return largest if largest is not None and 2 * equation_flops(largest) > flops(program) else None
+
+
+def _opened(program: Jaxpr, remat: JaxprEqn) -> Jaxpr:
+    """The program with what stands in `remat` in its place."""
+    inner = remat.params["jaxpr"]
+    rename: dict[Var, Any] = dict(zip(inner.invars, remat.invars))
+    results = dict(zip(remat.outvars, inner.outvars))
+    eqns = []
+    for eqn in program.eqns:
+        for e in inner.eqns if eqn is remat else (eqn,):
+            eqns.append(e.replace(invars=[_renamed(rename, a) for a in e.invars]))
+        if eqn is remat:
+            rename.update((v, _renamed(rename, a)) for v, a in results.items())
+    return make_jaxpr([], program.invars, [_renamed(rename, a) for a in program.outvars], eqns)
+
+
+def _renamed(rename: Mapping[Var, Any], atom: Any) -> Any:
+    return rename.get(atom, atom) if isinstance(atom, Var) else atom
+
+
+def _chain_work(graph: BlockGraph) -> int:
+    return sum(c.length * flops(c.body) for c in graph.chains)
+
+
+def _cut(program: Jaxpr, input_domain: Mapping[Var, int], stored: Sequence[tuple[Var, ...]]) -> BlockGraph:
     program = _without_common_subexpressions(program, dependence(program, input_domain))
     domain = dependence(program, input_domain)
     obstacles: list[str] = []
+    group_of = {v: group for group in stored for v in group}
+    best: tuple[PlacedChain, BlockGraph] | None = None
     for placed in find_chains(program, domain, obstacles):
+        if best is not None and len(placed.covered) != len(best[0].covered):
+            break
         graph = assemble(program, domain, [placed])
-        if graph is not None:
-            return _with_further_chains(program, domain, placed, graph)
+        if graph is None:
+            continue
+        if best is None:
+            best = placed, graph
+        groups = lane_leaves(program, [slot.values for slot in placed.chain.slots if slot.stack is None]) if stored else []
+        if all(_stored_together(group, group_of) for group in groups):
+            best = placed, graph
+            break
+    if best is not None:
+        return _with_further_chains(program, domain, *best)
     return dataclasses.replace(_whole(program, domain), obstacle=obstacles[0] if obstacles else "")
+
+
+def _stored_together(values: Sequence[Var], group_of: Mapping[Var, tuple[Var, ...]]) -> bool:
+    known = {group_of[v] for v in values if v in group_of}
+    return not known or known == {tuple(values)}
 
 
 def _with_further_chains(program: Jaxpr, domain, main: PlacedChain, graph: BlockGraph) -> BlockGraph:

@@ -14,6 +14,7 @@ from merak_jax.partition.chain import BOTH, PlacedChain
 from merak_jax.partition.fingerprint import equation_numbers
 from merak_jax.partition.scans import scan_as_chain
 from merak_jax.partition.wiring import MismatchError, Wiring
+from merak_jax.partition.work import products
 from merak_jax.tracing.jaxprs import defining_equations, is_dropped
 
 
@@ -133,6 +134,7 @@ def _repeat_as_chain(search: _Search, start, period, repeats) -> PlacedChain | N
     try:
         return Wiring(search.program, search.domain, search.defined, segments).chain(later)
     except MismatchError as mismatch:
-        if len(search.obstacles) < 50:
+        # Two layer norms or two projections of one layer are no layers that differ.
+        if len(search.obstacles) < 50 and sum(map(products, segments[0])) >= 2:
             search.obstacles.append(str(mismatch))
         return None

@@ -33,6 +33,12 @@ def equation_flops(eqn: JaxprEqn) -> int:
     return size
 
 
+def products(eqn: JaxprEqn) -> int:
+    """Products and convolutions in one equation, programs inside it included."""
+    inner = sum(products(e) for j in _compat.sub_jaxprs(eqn) for e in j.eqns)
+    return inner + (eqn.primitive.name in ("dot_general", "conv_general_dilated"))
+
+
 def balanced_counts(costs: Sequence[float], lengths: Sequence[int], stages: int) -> list[tuple[int, ...]]:
     """For chains of `lengths` blocks that cost `costs` each, how many of each chain's blocks every stage runs.
 

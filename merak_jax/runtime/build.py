@@ -9,7 +9,9 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import Mesh
 
+from merak_jax import _compat
 from merak_jax.errors import NoRepeatedBlocksError, PlanError
+from merak_jax.partition.blocks import BlockGraph, dominant_equation
 from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.partition.work import balanced_counts, flops
@@ -29,8 +31,8 @@ from merak_jax.tracing.step import TracedStep
 def build(
     full: TracedStep,
     micro: TracedStep,
-    rows: int,
     *,
+    rows: int,
     mesh: Mesh,
     num_microbatches: int,
     make_table: Callable[[int, int], TickTable],
@@ -38,30 +40,25 @@ def build(
     given: Mapping[int, StateLayout],
     semantics: str,
 ) -> StepProgram:
-    """Wire the passes for one set of argument shapes; `rows`: of one local microbatch.
+    """Wire the passes for one set of argument shapes; `rows`: of one local microbatch, `micro`: see `separate`.
 
     `given`: layouts in which arguments of an evaluation are stored already.
 
     Raises NotSeparableError and NoRepeatedBlocksError.
     """
     stages = mesh.shape["pipe"]
-    loss = separate(full, micro, rows, stages, semantics)
+    known, known_specs = known_groups(full, given)
+    loss = separate(full, micro, rows, stages, semantics, list(known.lanes))
     chains = loss.found.chains
     if not chains and stages > 1:
-        obstacle = loss.found.obstacle
-        reason = (
-            f"its blocks differ: {obstacle}"
-            if obstacle
-            else f"no chain of equal blocks was found among {len(loss.graph.epilogue.eqns)} equations of the loss"
-        )
         raise NoRepeatedBlocksError(
-            f"pipe={stages} needs a model with repeated blocks, but {reason}; use pipe=1, or make at least two layers equal"
+            f"pipe={stages} needs a model with repeated blocks, but {_why_no_chain(loss.found)}, in the loss differentiated at "
+            f"{full.equation.params['source']}; use pipe=1, or make at least two layers equal"
         )
     program = loss.graph.program
     counts = balanced_counts([flops(c.body) for c in chains], [c.length for c in chains], stages)
     chain_layouts = [LaneLayout(n) for n in counts]
     operands = full.equation.invars
-    known, known_specs = known_groups(full, given)
 
     def outer(var: Var):
         source = loss.inputs[var]
@@ -139,6 +136,17 @@ def build(
         stack_inputs,
         state_outputs,
     )
+
+
+def _why_no_chain(graph: BlockGraph) -> str:
+    if graph.obstacle:
+        return f"its blocks differ: {graph.obstacle}"
+    program = graph.program
+    largest = dominant_equation(program)
+    where = ""
+    if largest is not None and _compat.sub_jaxprs(largest):
+        where = f", and most of the work is in one `{largest.primitive.name}` at {_compat.source_line(largest)}"
+    return f"no chain of equal blocks was found among {len(program.eqns)} equations{where}"
 
 
 def _as_stored(loss: LossProgram, layouts: Sequence[LaneLayout], known: StateGroups, outer) -> list[LaneLayout]:

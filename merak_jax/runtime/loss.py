@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
+from merak_jax import _compat
 from merak_jax.errors import NotSeparableError, TraceError
 from merak_jax.partition.blocks import BlockGraph, dependence, find_blocks
 from merak_jax.partition.blocks import whole as whole_loss
@@ -19,6 +20,7 @@ from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.runtime.groups import stack_leaves
 from merak_jax.runtime.stage import is_differentiable
+from merak_jax.tracing.coupled import without_coupled
 from merak_jax.tracing.jaxprs import constants_to_inputs
 from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch, own_batches
 from merak_jax.tracing.side_results import without_side_results
@@ -48,10 +50,18 @@ class LossProgram:
     rows_status: dict[Var, Any]
 
 
-def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int, semantics: str) -> LossProgram:
+def separate(
+    full: TracedStep,
+    micro: TracedStep,
+    rows: int,
+    stages: int,
+    semantics: str,
+    stored: Sequence[tuple[Var, ...]] = (),
+) -> LossProgram:
     """Prove that the loss can be computed in microbatches of `rows` rows, and cut it into blocks.
 
-    `micro`: the step traced at `rows_to_trace` rows, or at `rows` where `semantics` is "per_microbatch" and nothing is proved.
+    `micro`: the step traced at another number of rows, or at `rows` where `semantics` is "per_microbatch" and nothing is proved.
+    `stored`: groups of operands, one for each block, that are stored together.
     """
     operands, micro_operands = full.equation.invars, micro.equation.invars
     depends = outer_dependence(full)
@@ -75,7 +85,10 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int, semant
         _check_loss_reads(full, domains, depends)
     pairs = zip(full.loss.jaxpr.constvars, micro.loss.jaxpr.constvars)
     from_batch = [a.aval.shape != b.aval.shape for a, b in pairs] + [bool(d & Domain.BATCH) for d in domains]
-    loss, micro_loss = (without_side_results(x.loss, from_batch) for x in (full, micro))
+    loss, micro_loss = without_coupled(
+        *(without_side_results(x.loss, from_batch) for x in (full, micro)),
+        [bool(d & Domain.PARAMETER) for d in domains],
+    )
     prove = own_batches if semantics == "per_microbatch" else functools.partial(microbatch, rows_traced=micro.rows)
     proved = prove(
         loss,
@@ -103,7 +116,11 @@ def separate(full: TracedStep, micro: TracedStep, rows: int, stages: int, semant
         domain[var] = BATCH if rows else int(dom) & PARAMETER
         if rows:
             rows_status[var] = None if kind.kind == "numbers" else status
-    found = find_blocks(program, domain)
+    operand_input = {
+        operands[k.index]: v for v, k in inputs.items() if k.kind == "operand" and isinstance(operands[k.index], Var)
+    }
+    groups = [tuple(operand_input[v] for v in group) for group in stored if all(v in operand_input for v in group)]
+    found = find_blocks(program, domain, groups)
     graph = found if stages > 1 else whole_loss(found, domain)
     # Merging equal equations keeps the inputs, so `inputs` stays valid for the graph's program.
     return LossProgram(proved, graph, found, tuple(constants), inputs, rows_status)
@@ -164,9 +181,11 @@ def _operand_status(full: TracedStep, n: int, a: Any, b: Any) -> Any:
     axes = [d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape)) if x != y]
     if len(axes) == 1 and a.aval.shape[axes[0]] == full.rows:
         return Batched(axes[0])
+    made = next((e for e in full.jaxpr.jaxpr.eqns if a in e.outvars), None)
     raise NotSeparableError(
-        f"a value {a.aval.str_short()} computed before the gradient call mixes the batch with other dimensions (axes {axes}); "
-        "compute it inside the loss, or keep the batch as an axis of its own"
+        f"the value {a.aval.str_short()} computed{f' at {_compat.source_line(made)}' if made else ''}, before the gradient call at "
+        f"{full.equation.params['source']}, does not have the batch of {full.rows} rows as a dimension of its own (dimensions "
+        f"{axes} follow the batch); compute it inside the loss, or from all rows with the batch as an axis of its own"
     )
 
 

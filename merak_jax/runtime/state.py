@@ -239,7 +239,7 @@ class PackedState:
     def __repr__(self) -> str:
         layout = self._layout
         mesh = "·".join(str(n) for n in layout.mesh.devices.shape)
-        stored = sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in self._arrays if hasattr(a.dtype, "itemsize"))
+        stored = sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in self._arrays if hasattr(a, "nbytes"))
         kind = type(self._outline()).__name__
         return f"<{kind} sharded over mesh {mesh}: {len(layout.places)} leaves in {len(self._arrays)} arrays, {stored:,} bytes>"
 

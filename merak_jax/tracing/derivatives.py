@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
-from merak_jax.tracing.jaxprs import function_of, make_jaxpr
+from merak_jax.tracing.jaxprs import function_of, like, make_jaxpr
 from merak_jax.tracing.matching import open_jaxpr
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
@@ -122,7 +122,7 @@ def _nested_without_calls(value: Any) -> Any:
     if isinstance(value, Jaxpr):
         return _without_calls(value)
     if isinstance(value, tuple) and any(isinstance(v, Jaxpr | ClosedJaxpr) for v in value):
-        return tuple(_nested_without_calls(v) for v in value)
+        return like(value, map(_nested_without_calls, value))
     return value
 
 

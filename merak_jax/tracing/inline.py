@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
-from merak_jax.tracing.jaxprs import make_jaxpr
+from merak_jax.tracing.jaxprs import like, make_jaxpr
 from merak_jax.tracing.side_results import REMAT, keys_outside, passed_on
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -83,7 +83,7 @@ def _flat_inside(eqn: JaxprEqn) -> JaxprEqn:
             # An open program has no place for arrays that a call held.
             return value if new.consts else new.jaxpr
         if isinstance(value, tuple) and any(isinstance(v, Jaxpr | ClosedJaxpr) for v in value):
-            return tuple(map(flat, value))
+            return like(value, map(flat, value))
         return value
 
     params = {key: flat(value) for key, value in eqn.params.items()}

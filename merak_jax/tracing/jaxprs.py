@@ -96,6 +96,11 @@ def constants_to_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     return make_jaxpr([], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns), list(closed.consts)
 
 
+def like(sequence: tuple | list, items: Iterable[Any]) -> tuple:
+    """`items` as a tuple of the kind of `sequence`: parameters of an equation may be named tuples."""
+    return type(sequence)(*items) if hasattr(sequence, "_fields") else tuple(items)
+
+
 def is_dropped(var: Any) -> bool:
     """Whether an output position of an equation is never read."""
     return type(var).__name__ == "DropVar"

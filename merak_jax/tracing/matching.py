@@ -10,7 +10,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
-from merak_jax.tracing.jaxprs import make_jaxpr
+from merak_jax.tracing.jaxprs import like, make_jaxpr
+
+
+class ProgramsDifferError(NotSeparableError):
+    """The step traced for two numbers of rows is not the same program twice."""
+
 
 # Parameters that carry the shape of a result; every other one must be the same in both programs.
 SHAPE_PARAMS: dict[str, frozenset[str]] = {
@@ -43,18 +48,18 @@ def merge(full: Jaxpr, micro: Jaxpr, *, exact_literals: bool = False) -> Jaxpr:
     """
     counts = [(len(j.constvars), len(j.invars), len(j.outvars)) for j in (full, micro)]
     if counts[0] != counts[1]:
-        raise NotSeparableError(_different(f"{counts[0]} constants, inputs, outputs against {counts[1]}"))
+        raise _different(f"{counts[0]} constants, inputs, outputs against {counts[1]}")
     micro_of: dict[Var, Var] = dict(zip([*full.constvars, *full.invars], [*micro.constvars, *micro.invars]))
 
     def merge_atom(a: Any, b: Any, where: Callable[[], str]) -> Any:
         if isinstance(a, Literal) != isinstance(b, Literal):
-            raise NotSeparableError(_different(f"a constant in one, a computed value in the other{where()}"))
+            raise _different(f"a constant in one, a computed value in the other{where()}")
         if not isinstance(a, Literal):
             if micro_of.get(a) is not b:
-                raise NotSeparableError(_different(f"an operand comes from different equations{where()}"))
+                raise _different(f"an operand comes from different equations{where()}")
             return b
         if a.aval.dtype != b.aval.dtype or a.aval.shape != b.aval.shape:
-            raise NotSeparableError(_different(f"constants {a.aval} and {b.aval}{where()}"))
+            raise _different(f"constants {a.aval} and {b.aval}{where()}")
         if _equal(a.val, b.val):
             return b
         if exact_literals:
@@ -71,12 +76,10 @@ def merge(full: Jaxpr, micro: Jaxpr, *, exact_literals: bool = False) -> Jaxpr:
             return f", at {_compat.source_line(b)}"
 
         if a.primitive is not b.primitive:
-            raise NotSeparableError(_different(f"`{a.primitive}` in one, `{b.primitive}` in the other{where()}"))
+            raise _different(f"`{a.primitive}` in one, `{b.primitive}` in the other{where()}")
         if len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
             sizes = [f"{len(e.invars)} operands and {len(e.outvars)} results" for e in (a, b)]
-            raise NotSeparableError(
-                _different(f"`{a.primitive}` has {sizes[0]} in one, {sizes[1]} in the other{where()}")
-            )
+            raise _different(f"`{a.primitive}` has {sizes[0]} in one, {sizes[1]} in the other{where()}")
         invars = [merge_atom(x, y, where) for x, y in zip(a.invars, b.invars)]
         params = _merge_params(a, b, where, exact_literals)
         micro_of.update(zip(a.outvars, b.outvars))
@@ -84,11 +87,9 @@ def merge(full: Jaxpr, micro: Jaxpr, *, exact_literals: bool = False) -> Jaxpr:
     if len(full.eqns) != len(micro.eqns):
         shorter = min(len(full.eqns), len(micro.eqns))
         extra = max(full.eqns, micro.eqns, key=len)[shorter]
-        raise NotSeparableError(
-            _different(
-                f"{len(full.eqns)} equations against {len(micro.eqns)}, the first extra one is "
-                f"`{extra.primitive}` at {_compat.source_line(extra)}"
-            )
+        raise _different(
+            f"{len(full.eqns)} equations against {len(micro.eqns)}, the first extra one is "
+            f"`{extra.primitive}` at {_compat.source_line(extra)}"
         )
     outvars = [merge_atom(a, b, lambda: ", in the outputs") for a, b in zip(full.outvars, micro.outvars)]
     return make_jaxpr(micro.constvars, micro.invars, outvars, eqns)
@@ -127,13 +128,11 @@ def _merge_params(a: JaxprEqn, b: JaxprEqn, where: Callable[[], str], exact: boo
         if isinstance(value, Jaxpr | ClosedJaxpr):
             merged[key] = _merge_nested(value, other, where, exact)
         elif isinstance(value, tuple | list) and any(isinstance(v, Jaxpr | ClosedJaxpr) for v in value):
-            merged[key] = tuple(_merge_nested(v, w, where, exact) for v, w in zip(value, other))
+            merged[key] = like(value, [v and _merge_nested(v, w, where, exact) for v, w in zip(value, other)])
         elif _is_function(value) and _is_function(other):
             continue  # a rule or a policy: two traces never give the same object
         elif not _equal(value, other) and not _follows_shapes(a, b, key):
-            raise NotSeparableError(
-                _different(f"`{a.primitive}` has {key}={value} in one, {key}={other} in the other{where()}")
-            )
+            raise _different(f"`{a.primitive}` has {key}={value} in one, {key}={other} in the other{where()}")
     return merged
 
 
@@ -153,7 +152,7 @@ def _merge_nested(a: Any, b: Any, where: Callable[[], str], exact: bool) -> Any:
         return merged
     for x, y in zip(a.consts, b.consts):
         if np.shape(x) != np.shape(y) or (exact and not _equal(x, y)):
-            raise NotSeparableError(_different(f"a constant array depends on the batch size{where()}"))
+            raise _different(f"a constant array depends on the batch size{where()}")
     return ClosedJaxpr(merged, a.consts)
 
 
@@ -172,8 +171,8 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _different(what: str) -> str:
-    return (
+def _different(what: str) -> ProgramsDifferError:
+    return ProgramsDifferError(
         f"Traced with the full batch and with one microbatch, the loss gives two different programs: {what}. "
         "Python code in the loss depends on the batch size, or draws Python or numpy random numbers while "
         "it is traced; use jax.random and operations that are the same for every batch size."

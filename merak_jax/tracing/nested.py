@@ -113,6 +113,27 @@ def _cond(op):
     return joined
 
 
+@rule("custom_linear_solve")
+def _linear_solve(op):
+    """A x = b and its transpose, each as a program that applies A and one that solves; all must agree on the rows."""
+    lengths, jaxprs = op.params["const_lengths"], op.params["jaxprs"]
+    consts, start = {}, 0
+    for name in jaxprs._fields:
+        count = getattr(lengths, name)
+        consts[name] = op.status[start : start + count]
+        start += count
+    right = op.status[start:]
+    found, programs = right, dict.fromkeys(jaxprs._fields)
+    for name in ("solve", "matvec", "transpose_solve", "vecmat"):
+        if getattr(jaxprs, name) is None:
+            continue
+        walked = op.walk("jaxprs", [*consts[name], *found], index=jaxprs._fields.index(name), may_gate=False)
+        found = [join(op, a, b) for a, b in zip(walked.status, found)]
+        programs[name] = walked.jaxpr
+    op.set_params(jaxprs=jaxprs._replace(**programs))
+    return found
+
+
 # -- custom derivatives: the function itself, then the rule that is used when it is differentiated
 
 

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
 from merak_jax.tracing import derivatives
-from merak_jax.tracing.jaxprs import make_jaxpr
+from merak_jax.tracing.jaxprs import like, make_jaxpr
 from merak_jax.tracing.matching import SHAPE_PARAMS, merge
 
 
@@ -89,7 +89,7 @@ class _Resizer:
         if isinstance(a, Jaxpr):
             return self.program(a, b)
         if isinstance(a, tuple | list) and any(isinstance(x, Jaxpr | ClosedJaxpr) for x in a):
-            return tuple(self.param(eqn, key, x, y) for x, y in zip(a, b))
+            return like(a, [self.param(eqn, key, x, y) for x, y in zip(a, b)])
         return self.size(a, b) if key in SHAPE_PARAMS.get(eqn.primitive.name, ()) else b
 
     def derivative(self, a: ClosedJaxpr, b: ClosedJaxpr) -> ClosedJaxpr:

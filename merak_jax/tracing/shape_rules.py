@@ -76,6 +76,11 @@ def _top_k(op):
     return _along(op, op.params.get("axis", op.ndim(0) - 1))
 
 
+@rule("approx_top_k")
+def _approx_top_k(op):
+    return _along(op, op.params["reduction_dimension"] % op.ndim(0))
+
+
 def _along(op, axis: int) -> Status:
     rows = elementwise(op)
     if rows.axis == axis:
@@ -84,13 +89,12 @@ def _along(op, axis: int) -> Status:
 
 
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")
+@rule("select_and_scatter_add", "select_and_gather_add")
 def _reduce_window(op):
     op.refuse_partial()
     rows, p = same_rows(op, *op.status), op.params
-    trivial = all(
-        p[k][rows.axis] == 1 for k in ("window_dimensions", "window_strides", "window_dilation", "base_dilation")
-    )
-    if not trivial or tuple(p["padding"][rows.axis]) != (0, 0):
+    windows = ("window_dimensions", "window_strides", "window_dilation", "base_dilation")
+    if any(p[k][rows.axis] != 1 for k in windows if k in p) or tuple(p["padding"][rows.axis]) != (0, 0):
         op.fail("a window spans several rows of the batch")
     return rows
 
@@ -101,9 +105,25 @@ def _fft(op):
     return _leading(op, len(op.params["fft_lengths"]))
 
 
-@rule("cholesky", "eigh", "qr", "svd", "lu", "triangular_solve")
+@rule(
+    "cholesky",
+    "eig",
+    "eigh",
+    "householder_product",
+    "lu",
+    "qr",
+    "schur",
+    "svd",
+    "symmetric_product",
+    "triangular_solve",
+)
 def _matrix(op):
     return _leading(op, 2)
+
+
+@rule("lu_pivots_to_permutation", "tridiagonal_solve")
+def _vector(op):
+    return _leading(op, 1)
 
 
 def _leading(op, trailing: int) -> Status:

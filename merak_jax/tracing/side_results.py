@@ -88,6 +88,7 @@ def _apart(jaxpr: Jaxpr, from_batch: Sequence[bool]) -> tuple[Jaxpr, list[bool]]
         eqn, found = _with_inner_apart(eqn, flags)
         beside, values = _beside(eqn, found)
         eqns += [*beside, eqn]
+        values.update((n, eqn.invars[i]) for n, i in passed_on(eqn).items())
         renamed.update((eqn.outvars[n], value) for n, value in values.items())
         depends.update(v for v, yes in zip(eqn.outvars, found) if yes)
     outvars = [read(a) for a in jaxpr.outvars]

@@ -66,7 +66,8 @@ def unwrap(train_step: Callable) -> Callable:
     return train_step
 
 
-def _source(train_step: Callable) -> str:
+def source_of(train_step: Callable) -> str:
+    """Where the step is defined: `file:line (name)`."""
     function = inspect.unwrap(train_step)
     while isinstance(function, functools.partial):
         function = inspect.unwrap(function.func)
@@ -128,8 +129,7 @@ def batch_rows(batch_leaves: Sequence[tuple[str, Any]]) -> tuple[int, list[bool]
         listing = ", ".join(f"{path}: {size}" for size, path in list(first_of.items())[:4])
         raise BatchError(
             f"the leaves of the batch disagree on the size of dimension 0, the batch ({listing}); pass values that "
-            "have no batch dimension as another argument of the train step; batch_argnums says which argument "
-            "is the batch"
+            "have no batch dimension as another argument of the train step"
         )
     return next(iter(sizes.values())), has_rows
 
@@ -183,7 +183,7 @@ def trace(
         raise TraceError(
             f"the train step works for a batch of {size} rows but not for one of {rows} rows, as which it is "
             f"traced to cut it into microbatches: at {_compat.failing_line(error)}, {error}; take sizes from the batch, "
-            f"not from constants{_more_batch_arguments(train_step, args, batch_argnums, size)}"
+            f"not from constants{_other_rows(train_step, args, batch_argnums, size)}"
         ) from error
     flat_program = inline(closed)
     closed = _without_dead_equations(flat_program)
@@ -214,12 +214,12 @@ def trace(
         leaf_keys=tuple(leaf_keys),
         leaf_rows=tuple(leaf_rows),
         rows=rows if rows is not None else size,
-        source=_source(train_step),
+        source=source_of(train_step),
     )
 
 
-def _more_batch_arguments(train_step: Callable, args: Sequence[Any], batch_argnums: Sequence[int], size: int) -> str:
-    """Advice, if arguments that were not said to be the batch have as many rows as it has."""
+def _other_rows(train_step: Callable, args: Sequence[Any], batch_argnums: Sequence[int], size: int) -> str:
+    """Advice, if arguments that were not said to be the batch, or leaves of the state, have as many rows as it has."""
 
     def has_rows(arg):
         return any(leaf.ndim and leaf.shape[0] == size for leaf in jax.tree.leaves(arg))
@@ -227,7 +227,13 @@ def _more_batch_arguments(train_step: Callable, args: Sequence[Any], batch_argnu
     rest = range(max(batch_argnums) + 1, len(args))
     missed = [n for n in rest if has_rows(args[n])]
     if not missed:
-        return ""
+        found = [
+            f"argument {n}{jax.tree_util.keystr(keys)}"
+            for n in range(min(batch_argnums))
+            for keys, leaf in jax.tree_util.tree_flatten_with_path(args[n])[0]
+            if leaf.ndim and leaf.shape[0] == size
+        ]
+        return f"; if {', '.join(found[:3])} holds a value per row, it belongs into the batch" if found else ""
     try:
         names = list(inspect.signature(train_step).parameters)
     except (TypeError, ValueError):
