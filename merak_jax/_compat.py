@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import threading
 import traceback
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 from jax._src import api as _api
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
@@ -41,6 +43,18 @@ def replaced_vjp(replacement: Callable) -> Iterator[Callable]:
     finally:
         _api.vjp = original
         jax.vjp = public
+
+
+def no_new_cache_entry() -> Any:
+    """A context: what is compiled in it is not written to JAX's persistent compilation cache."""
+    return _config.persistent_cache_min_compile_time_secs(float("inf"))
+
+
+def wrapped_function(fun: Any) -> Any:
+    """The function in what `jax.grad` hands to `jax.vjp`."""
+    if getattr(fun, "__module__", "") != "jax._src.api_util":
+        return fun
+    return inspect.getclosurevars(fun).nonlocals.get("f", fun)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from merak_jax import _compat
 from merak_jax.errors import BatchError, NotSeparableError, PlanError, TraceError
 from merak_jax.mesh import check_mesh, make_mesh
 from merak_jax.objects.call import ObjectStep, read_all
@@ -212,9 +214,9 @@ class ParallelStep:
         if any(map(holds_objects, args)):
             program, _ = self._objects.program(args, _shapes_of, _key)
             self._latest = program.runner
-            return Lowered(functools.partial(self._objects.lower, args, program))
+            return Lowered(functools.partial(self._objects.lower, args, program), program.runner.compiling)
         runner = self._runner_for(args)
-        return Lowered(functools.partial(runner.lower, args))
+        return Lowered(functools.partial(runner.lower, args), runner.compiling)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = self._positional(args, kwargs)
@@ -242,8 +244,8 @@ class ParallelStep:
 class Lowered:
     """A lowered step: `compile()`, `as_text()`; after compiling, `memory` in bytes per device."""
 
-    def __init__(self, lower: Callable[[], Any]):
-        self._lower = lower
+    def __init__(self, lower: Callable[[], Any], compiling: Callable[[], Any]):
+        self._lower, self._compiling = lower, compiling
         self._compiled: Any = None
 
     @functools.cached_property
@@ -254,7 +256,8 @@ class Lowered:
     def compile(self) -> Lowered:
         """Compile for the mesh's devices; returns self."""
         if self._compiled is None:
-            self._compiled = self.lowered.compile()
+            with self._compiling():
+                self._compiled = self.lowered.compile()
         return self
 
     @property
@@ -339,6 +342,10 @@ class _Runner:
         self.layouts = self.program.layouts
         self.others = [n for n in range(len(shapes)) if n not in self.layouts]
         platform = self.mesh.devices.flat[0].platform
+        # XLA:CPU loads a program from JAX's compilation cache without the order of its collectives, and may hang in it.
+        self.compiling = (
+            _compat.no_new_cache_entry if platform == "cpu" and self.mesh.size > 1 else contextlib.nullcontext
+        )
         self.other_shardings = [
             NamedSharding(self.mesh, P("data") if rows else P())
             for n, rows in zip(full.leaf_argument, full.leaf_rows)
@@ -369,7 +376,8 @@ class _Runner:
         states = [self.place(args[n], n)._arrays for n in self.layouts]
         leaves = [leaf for n in self.others for leaf in jax.tree.leaves(args[n])]
         others = [jax.device_put(leaf, s) for leaf, s in zip(leaves, self.other_shardings)]
-        new_states, rest = self.jitted(states, others)
+        with self.compiling():
+            new_states, rest = self.jitted(states, others)
         return self._rebuild(new_states, rest)
 
     def lower(self, args: Sequence[Any]) -> Any:

@@ -183,7 +183,9 @@ def _cut(program: Jaxpr, input_domain: Mapping[Var, int], stored: Sequence[tuple
             continue
         if best is None:
             best = placed, graph
-        groups = lane_leaves(program, [slot.values for slot in placed.chain.slots if slot.stack is None]) if stored else []
+        groups = (
+            lane_leaves(program, [slot.values for slot in placed.chain.slots if slot.stack is None]) if stored else []
+        )
         if all(_stored_together(group, group_of) for group in groups):
             best = placed, graph
             break

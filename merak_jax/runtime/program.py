@@ -239,7 +239,7 @@ class _LossInputs:
         step = self.step
 
         def group(variables, layout) -> Any:
-            if self.loss.inputs[variables[0]].kind == "constant":
+            if self.operand(variables[0]) is None:
                 return layout.pack([self.value(v) for v in variables])
             return self.before.packed([self.operands[self.loss.inputs[v].index] for v in variables], layout)
 

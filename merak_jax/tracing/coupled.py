@@ -1,4 +1,4 @@
-"""Take out of remats and conditionals what couples the rows of the batch and needs no parameters: a count of tokens."""
+"""Take out of remats, conditionals and loops what couples the rows of the batch and needs no parameters: a count of tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ Pair = tuple[Jaxpr, Jaxpr]
 def without_coupled(
     full: ClosedJaxpr, micro: ClosedJaxpr, parameters: Sequence[bool]
 ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """The same functions; what their remats and conditionals reduce over the batch, parameters aside, is computed before them.
+    """The same functions; what their remats, conditionals, scans reduce over the batch, parameters aside, is computed before them.
 
-    Only at top level can such a value be made of the whole batch beforehand. It is computed whichever branch is taken.
+    Only at top level can such a value be made of the whole batch beforehand. It is computed whichever branch is taken. Of a
+    scan, only what is the same at every turn.
 
     `parameters`: for each input whether it depends on more than the batch. Where the two programs differ they stay as they are:
     that is reported when they are matched.
@@ -40,7 +41,7 @@ def _rewritten(pair: Pair, parameters: Sequence[bool]) -> Pair:
         flags = [isinstance(a, Var) and a in depends for a in both[0].invars]
         if any(flags):
             depends.update(both[0].outvars)
-        if any(flags) and (both[0].primitive.name in REMAT or both[0].primitive.name == "cond"):
+        if any(flags) and (both[0].primitive.name in REMAT or both[0].primitive.name in ("cond", "scan")):
             found = _apart(both, flags)
             changed = changed or found is not None
             before, both = found or (([], []), both)
@@ -58,10 +59,13 @@ def _names(jaxpr: Jaxpr) -> list[str]:
 
 
 def _apart(both: tuple[JaxprEqn, JaxprEqn], flags: Sequence[bool]) -> tuple[tuple[list, list], Any] | None:
-    """`(equations to run before, the remat or conditional that takes their results)`, each at both sizes; None: nothing to do."""
-    is_cond = both[0].primitive.name == "cond"
+    """`(equations to run before, the equation that takes their results)`, each at both sizes; None: nothing to do."""
+    is_cond, is_scan = both[0].primitive.name == "cond", both[0].primitive.name == "scan"
     values = [e.params["branches"] if is_cond else (e.params["jaxpr"],) for e in both]
     skipped = 1 if is_cond else 0
+    # New operands come last, those of a scan behind its constants.
+    place = both[0].params["num_consts"] if is_scan else len(flags)
+    flags = [*flags[:place], *([True] * (len(flags) - place))]
     pairs: list[Pair] = [(open_jaxpr(a), open_jaxpr(b)) for a, b in zip(*values)]
     inner = [_rewritten(p, flags[skipped:]) for p in pairs]
     coupled = [_coupled(p, flags[skipped:]) for p in inner]
@@ -81,12 +85,20 @@ def _apart(both: tuple[JaxprEqn, JaxprEqn], flags: Sequence[bool]) -> tuple[tupl
             inputs = [v if i == k else _compat.new_var(v.aval) for i, own in enumerate(results) for v in own]
             kept = [e for n, e in enumerate(program.eqns) if n not in taken]
             kept = [e for e, live in zip(kept, live_equations(kept, program.outvars)) if live]
-            programs[k] = make_jaxpr(program.constvars, [*program.invars, *inputs], program.outvars, kept)
+            programs[k] = make_jaxpr(
+                program.constvars, _inserted(program.invars, place - skipped, inputs), program.outvars, kept
+            )
         closed = [ClosedJaxpr(j, v.consts) if isinstance(v, ClosedJaxpr) else j for j, v in zip(programs, values[side])]
-        param = {"branches": like(values[side], closed)} if is_cond else {"jaxpr": closed[0]}
+        param: dict[str, Any] = {"branches": like(values[side], closed)} if is_cond else {"jaxpr": closed[0]}
+        if is_scan:
+            param["num_consts"] = place + len(added)
         before.append(made)
-        new.append(eqn.replace(invars=[*eqn.invars, *added], params={**eqn.params, **param}))
+        new.append(eqn.replace(invars=_inserted(eqn.invars, place, added), params={**eqn.params, **param}))
     return (before[0], before[1]), (new[0], new[1])
+
+
+def _inserted(items: Sequence[Any], place: int, new: Sequence[Any]) -> list[Any]:
+    return [*items[:place], *new, *items[place:]]
 
 
 def _coupled(pair: Pair, parameters: Sequence[bool]) -> list[int]:

@@ -5,6 +5,7 @@ A step without one is an `evaluation` equation as a whole."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import NoReturn
@@ -67,13 +68,15 @@ def captured_gradient_calls() -> Iterator[None]:
         leaves, tree = jax.tree.flatten(primals)
         leaves = [x if isinstance(x, jax.core.Tracer) else jnp.asarray(x) for x in leaves]
 
-        def flat_loss(*flat):
-            out = fun(*jax.tree.unflatten(tree, flat))
+        # JAX's own errors name the user's function.
+        @functools.wraps(_compat.wrapped_function(fun), updated=())
+        def loss_and_aux(*primals):
+            out = fun(*primals)
             return out if has_aux else (out, ())
 
         inside_loss = True
         try:
-            closed, shapes = jax.make_jaxpr(flat_loss, return_shape=True)(*leaves)
+            closed, shapes = jax.make_jaxpr(loss_and_aux, return_shape=True)(*jax.tree.unflatten(tree, leaves))
         finally:
             inside_loss = False
         closed = inline(closed)

@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.tracing.jaxprs import like, make_jaxpr
-from merak_jax.tracing.side_results import REMAT, keys_outside, passed_on
+from merak_jax.tracing.side_results import REMAT, keys_outside, only_used, passed_on
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 # Programs inside these are flattened too; functions with custom derivatives stay as they are.
@@ -56,16 +56,21 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
                 continue
             if eqn.primitive.name in _NESTING:
                 eqn = _flat_inside(eqn)
+            env.update((eqn.outvars[n], operands[i]) for n, i in passed_on(eqn).items())
             if eqn.primitive.name in REMAT:
                 derived, eqn, operands = keys_outside(eqn, operands)
                 eqns.extend(derived)
+                eqn, operands = only_used(eqn, operands)
             outvars = []
             for var in eqn.outvars:
+                if var in env:
+                    # What a scan passes on: later equations read the operand itself.
+                    outvars.append(_compat.new_var(var.aval))
+                    continue
                 new = _compat.new_var(var.aval)
                 env[var] = new
                 outvars.append(new)
             eqns.append(eqn.replace(invars=operands, outvars=outvars))
-            env.update((eqn.outvars[n], operands[i]) for n, i in passed_on(eqn).items())
 
     emit(closed.jaxpr, env)
     outvars = [a if isinstance(a, Literal) else env[a] for a in closed.jaxpr.outvars]
@@ -92,7 +97,7 @@ def _flat_inside(eqn: JaxprEqn) -> JaxprEqn:
 
 def _has_calls(jaxpr: Jaxpr) -> bool:
     return any(
-        eqn.primitive.name in _CALLS
+        eqn.primitive.name in _CALLS | REMAT
         or (eqn.primitive.name in _NESTING and any(_has_calls(inner) for inner in _compat.sub_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )

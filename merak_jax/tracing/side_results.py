@@ -55,6 +55,25 @@ def keys_outside(remat: JaxprEqn, operands: list) -> tuple[list[JaxprEqn], Jaxpr
     return derived, remat.replace(params={**remat.params, "jaxpr": jaxpr}), operands
 
 
+def only_used(remat: JaxprEqn, operands: list) -> tuple[JaxprEqn, list]:
+    """`(remat without results that are operands and without operands that it does not read, its operands)`.
+
+    A function of a few layers under remat may be given the parameters of all.
+    """
+    inner = remat.params["jaxpr"]
+    passed = passed_on(remat)
+    results = [n for n in range(len(remat.outvars)) if n not in passed]
+    outvars = [inner.outvars[n] for n in results]
+    read = {a for a in [*outvars, *(a for e in inner.eqns for a in e.invars)] if isinstance(a, Var)}
+    kept = [n for n, v in enumerate(inner.invars) if v in read]
+    if not passed and len(kept) == len(inner.invars):
+        return remat, operands
+    jaxpr = make_jaxpr(inner.constvars, [inner.invars[n] for n in kept], outvars, inner.eqns)
+    operands = [operands[n] for n in kept]
+    outvars = [remat.outvars[n] for n in results]
+    return remat.replace(invars=operands, outvars=outvars, params={**remat.params, "jaxpr": jaxpr}), operands
+
+
 def without_side_results(closed: ClosedJaxpr, from_batch: Sequence[bool]) -> ClosedJaxpr:
     """The same function; what a remat or scan computes without the batch is computed beside it.
 

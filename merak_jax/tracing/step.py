@@ -233,7 +233,10 @@ def _other_rows(train_step: Callable, args: Sequence[Any], batch_argnums: Sequen
             for keys, leaf in jax.tree_util.tree_flatten_with_path(args[n])[0]
             if leaf.ndim and leaf.shape[0] == size
         ]
-        return f"; if {', '.join(found[:3])} holds a value per row, it belongs into the batch" if found else ""
+        # Where many leaves have this size it is that of the model.
+        return (
+            f"; if {', '.join(found)} holds a value per row, it belongs into the batch" if 0 < len(found) <= 3 else ""
+        )
     try:
         names = list(inspect.signature(train_step).parameters)
     except (TypeError, ValueError):
