@@ -22,7 +22,7 @@ train: $(VENV)/.installed-run
 	$(VENV)/bin/python examples/train_text.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pytest -q $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(VENV)/bin/python -m ruff check .

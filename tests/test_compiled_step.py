@@ -232,3 +232,44 @@ def test_twenty_steps_of_a_wide_model_do_not_hang():
         [sys.executable, "-c", LONG_RUN], cwd=root, env=env, timeout=400, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+CACHED_RUN = """
+import os, sys
+import jax, jax.numpy as jnp
+import merak_jax
+
+merak_jax.emulate(2)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+def train_step(params, batch):
+    value, gradients = jax.value_and_grad(lambda p: jnp.tanh(batch @ p).mean())(params)
+    return params - gradients, value
+
+step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(data=2), num_microbatches=1)
+params, batch = jnp.ones((4, 4)), jnp.ones((8, 4))
+name = step.lower(params, batch).as_text().split("@", 1)[1].split()[0]
+step(params, batch)
+step.lower(params, batch).compile()
+jax.jit(train_step)(params, batch)
+print(*(n for n in os.listdir(sys.argv[1]) if n.startswith((name, "jit_train_step"))))
+"""
+
+
+def test_the_step_stays_out_of_the_compilation_cache_on_cpu(tmp_path):
+    """XLA:CPU loads it from there without the order of its collectives, and hangs now and then."""
+    root = Path(__file__).resolve().parent.parent
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", CACHED_RUN, str(tmp_path)],
+        cwd=root,
+        env=env,
+        timeout=200,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    cached = done.stdout.split()
+    assert len(cached) == 1 and cached[0].startswith("jit_train_step"), cached

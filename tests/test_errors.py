@@ -554,3 +554,53 @@ def test_case_65_emulate_after_the_backend_started_says_what_there_is_and_what_t
     kind, text = found["mesh"]
     assert kind == "MeshError"
     assert "needs 8 devices, but there are 1" in text and "merak_jax.emulate(8) before the first use of JAX" in text
+
+
+def test_leaves_of_a_sharded_state_may_be_mapped_to_anything_and_printed(small_step):
+    step, state = small_step
+    assert "sharded over mesh" in repr(jax.tree.map(lambda x: x.shape, step.shard(state)))
+
+
+def test_jax_own_error_names_the_function_that_is_differentiated():
+    def my_loss(state, params, batch):
+        value = losses_per_row(state, params, batch).mean()
+        return value if value > 0 else 2 * value
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"function <lambda> at .*test_errors.py:\d+"):
+        run(step_with(my_loss))
+
+
+def test_rows_picked_before_the_gradient_call_name_the_line():
+    def train_step(state, batch):
+        half = jax.tree.map(lambda x: x[: ROWS // 2], batch)
+        grads = jax.grad(lambda p: losses_per_row(state, p, half).mean())(state.params)
+        return state.apply_gradients(grads=grads), {}
+
+    with pytest.raises(
+        errors.NotSeparableError, match=r"at .*test_errors.py:\d+.*gradient call at .*test_errors.py:\d+"
+    ):
+        run(train_step, num_microbatches=4)
+
+
+def test_swapped_arguments_name_the_step_and_the_argument_taken_as_the_batch():
+    def train_step(batch, state):
+        grads = jax.grad(lambda p: losses_per_row(state, p, batch).mean())(state.params)
+        return state.apply_gradients(grads=grads), {}
+
+    step = merak_jax.parallelize(
+        train_step, mesh=merak_jax.make_mesh(data=2, devices=jax.devices()[:2]), num_microbatches=2
+    )
+    with pytest.raises(errors.BatchError, match=r"argument 1 of the train step at .*test_errors.py:\d+.*batch_argnums"):
+        step(make_batch(), make_state())
+
+
+def test_a_state_leaf_with_a_value_per_row_is_named():
+    def train_step(state, batch):
+        def loss(params):
+            return (losses_per_row(state["train"], params, batch) + state["offset"]).mean()
+
+        grads = jax.grad(loss)(state["train"].params)
+        return {**state, "train": state["train"].apply_gradients(grads=grads)}
+
+    with pytest.raises(errors.TraceError, match=r"argument 0\['offset'\] holds a value per row"):
+        run(train_step, {"train": make_state(), "offset": jnp.ones(ROWS)})

@@ -1,10 +1,12 @@
 """Evaluation steps: forward only, the numbers of one device in row order, on the state as the train step stores it."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import merak_jax
 from merak_jax.errors import NoRepeatedBlocksError
@@ -97,3 +99,41 @@ def test_a_model_without_equal_blocks_needs_one_stage():
         merak_jax.parallelize(step, mesh=mesh_of(1, 2, 1), num_microbatches=2)(jnp.ones((3, 2)), batch)
     actual = merak_jax.parallelize(step, mesh=mesh_of(4, 1, 2), num_microbatches=2)(jnp.ones((3, 2)), batch)
     np.testing.assert_allclose(actual, step(jnp.ones((3, 2)), batch), rtol=1e-12)
+
+
+class PostNorm(nn.Module):
+    """Norm behind every layer and behind the embedding, dropout between: without dropout a block could start at either."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        def norm(h, name):
+            h = nn.LayerNorm(param_dtype=jnp.float64, name=name)(h)
+            return nn.Dropout(0.3, deterministic=not train)(h)
+
+        h = norm(nn.Dense(8, param_dtype=jnp.float64, name="embedding")(x), "norm_embedding")
+        for i in range(4):
+            h = norm(h + nn.tanh(nn.Dense(8, param_dtype=jnp.float64, name=f"dense_{i}")(h)), f"norm_{i}")
+        return nn.Dense(3, param_dtype=jnp.float64, name="head")(h)
+
+
+@pytest.mark.filterwarnings("error::merak_jax.runtime.reroll.RerollWarning")
+def test_an_evaluation_without_dropout_takes_the_blocks_of_the_train_step():
+    model, mesh = PostNorm(), mesh_of(1, 2, 1)
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 6)), "y": np.arange(8) % 3}
+    params = model.init(jax.random.key(0), batch["x"], False)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=ADAM)
+
+    def step(state, batch, key):
+        def loss(params):
+            logits = state.apply_fn({"params": params}, batch["x"], True, rngs={"dropout": key})
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    def logits(state, batch):
+        return state.apply_fn({"params": state.params}, batch["x"], False)
+
+    train = merak_jax.parallelize(step, mesh=mesh, num_microbatches=2)
+    evaluation = merak_jax.parallelize(logits, mesh=mesh, num_microbatches=2)
+    key = jax.random.key(1)
+    assert_equal(evaluation(train(state, batch, key), batch), jax.jit(logits)(jax.jit(step)(state, batch, key), batch))

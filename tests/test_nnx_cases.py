@@ -11,7 +11,7 @@ from flax import nnx, struct
 from flax.training import train_state
 
 import merak_jax
-from merak_jax.errors import NotSeparableError, PlanError, TraceError
+from merak_jax.errors import BatchError, NoRepeatedBlocksError, NotSeparableError, PlanError, TraceError
 from tests.helper import worst_leaf
 
 WIDTH, CLASSES, ROWS = 8, 4, 8
@@ -430,3 +430,47 @@ def test_variables_of_other_kinds_are_refused():
     model.extra = nnx.Param(jnp.zeros(3), ref=True)
     with pytest.raises(TraceError, match=r"model\.extra is made with ref=True"):
         parallel(train_step)(model, nnx.Optimizer(Model(), SGD, wrt=nnx.Param), make_batch())
+
+
+class ScannedModel(nnx.Module):
+    """`nnx.scan` over layers that `nnx.remat` recomputes, written in one of the ways its documentation shows."""
+
+    def __init__(self, way, rate):
+        rngs = nnx.Rngs(0, dropout=1)
+
+        @nnx.split_rngs(splits=4)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs):
+            return Block(rngs, rate)
+
+        self.layers, self.way = make(rngs), way
+        self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs, param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        def inside(x, layer):
+            return nnx.remat(lambda layer, x: layer(x))(layer, x)
+
+        def plain(x, layer):
+            return layer(x)
+
+        body = nnx.remat(plain) if self.way == "decorated" else inside
+        return self.head(nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers))
+
+
+@pytest.mark.parametrize("way", ["inside", "decorated"])
+def test_remat_in_a_scan_over_layers(way):
+    assert_same_as_nnx_jit(train_step, lambda: make_objects(lambda: ScannedModel(way, rate=0.3)))
+
+
+def test_a_step_without_equal_layers_names_the_loss():
+    with pytest.raises(NoRepeatedBlocksError, match=r"differentiated at .*test_nnx_cases.py:\d+ \(train_step\)"):
+        parallel(train_step)(*make_objects(lambda: Model(blocks=0)), make_batch())
+
+
+def test_a_batch_of_unequal_lengths_names_the_step():
+    def step(model, batch, optimizer):
+        optimizer.update(model, nnx.grad(loss_of)(model, batch))
+
+    model, optimizer = make_objects()
+    with pytest.raises(BatchError, match=r"train step at .*test_nnx_cases.py:\d+ \(step\)"):
+        parallel(step)(model, {"x": jnp.ones((8, 8)), "y": jnp.ones(4)}, optimizer)

@@ -18,6 +18,7 @@ from flax.training.common_utils import onehot
 from flax.training.train_state import TrainState
 from transformers.models.t5 import modeling_flax_t5
 
+import merak_jax
 from tests.helper import assert_same_as_single_device
 from tests.parity import mesh_of
 
@@ -237,6 +238,23 @@ def test_t5_has_the_numbers_of_one_device(monkeypatch):
     assert_same(
         transformers.FlaxT5ForConditionalGeneration, T5, smoothed_pairs_step, (1, 2, 2), 2, batches=make_pairs_batch
     )
+
+
+@pytest.mark.usefixtures("old_names_of_clip")
+def test_both_layers_of_a_t5_of_two_are_blocks():
+    """The first layer of each stack makes the position bias, with the padding in it, that the second reads."""
+    config = transformers.T5Config(**{**T5.to_dict(), "num_layers": 2, "num_decoder_layers": 2})
+    model = transformers.FlaxT5ForConditionalGeneration(config, _do_init=False)
+    params = jax.eval_shape(lambda: model.init_weights(jax.random.key(0), (1, 1)))
+    state = jax.eval_shape(
+        lambda params: StateWithDropout.create(
+            apply_fn=model.__call__, params=params, tx=OPTIMIZER, dropout_rng=jax.random.key(1)
+        ),
+        params,
+    )
+    step = merak_jax.parallelize(smoothed_pairs_step, mesh=mesh_of(1, 2, 1), num_microbatches=2)
+    step.lower(state, make_pairs_batch(0))
+    assert str(step.plan).count("2 blocks of") == 2
 
 
 @pytest.mark.usefixtures("old_names_of_clip")

@@ -154,6 +154,7 @@ class PureStep:
 
     def __init__(self, function: Callable, split: Split, positions: Sequence[int], names: Sequence[str]):
         self.function, self.positions, self.names = function, tuple(positions), tuple(names)
+        self.__wrapped__ = function  # messages name the user's step
         # The objects themselves are not kept: the pure step outlives them.
         self.graphdef = split.graphdef
         self.paths = tuple(slot.path for slot in split.slots)

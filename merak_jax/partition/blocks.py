@@ -238,9 +238,10 @@ def dependence(program: Jaxpr, input_domain: Mapping[Var, int]) -> dict[Var, int
     return domain
 
 
-def whole(graph: BlockGraph, input_domain: Mapping[Var, int]) -> BlockGraph:
-    """The same loss without a chain, for one stage: the user's own program."""
-    return _whole(graph.program, dependence(graph.program, input_domain))
+def whole(program: Jaxpr, input_domain: Mapping[Var, int]) -> BlockGraph:
+    """The loss without a chain, for one stage: the user's own program."""
+    program = _without_common_subexpressions(program, dependence(program, input_domain))
+    return _whole(program, dependence(program, input_domain))
 
 
 def _whole(program: Jaxpr, domain) -> BlockGraph:

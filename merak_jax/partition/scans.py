@@ -24,7 +24,7 @@ def scan_as_chain(eqn: JaxprEqn, domain, used, obstacles) -> PlacedChain | None:
     def depends(atom):
         return domain[atom] if isinstance(atom, Var) else 0
 
-    if not any(depends(a) == BOTH for a in init) or not any(depends(x) & PARAMETER for x in xs):
+    if not any(depends(a) & BATCH for a in init) or not any(depends(x) & PARAMETER for x in xs):
         return None
     inner = inline(eqn.params["jaxpr"])
     obstacle = (

@@ -85,10 +85,8 @@ def separate(
         _check_loss_reads(full, domains, depends)
     pairs = zip(full.loss.jaxpr.constvars, micro.loss.jaxpr.constvars)
     from_batch = [a.aval.shape != b.aval.shape for a, b in pairs] + [bool(d & Domain.BATCH) for d in domains]
-    loss, micro_loss = without_coupled(
-        *(without_side_results(x.loss, from_batch) for x in (full, micro)),
-        [bool(d & Domain.PARAMETER) for d in domains],
-    )
+    beside = [without_side_results(x.loss, from_batch) for x in (full, micro)]
+    loss, micro_loss = without_coupled(beside[0], beside[1], [bool(d & Domain.PARAMETER) for d in domains])
     prove = own_batches if semantics == "per_microbatch" else functools.partial(microbatch, rows_traced=micro.rows)
     proved = prove(
         loss,
@@ -121,7 +119,7 @@ def separate(
     }
     groups = [tuple(operand_input[v] for v in group) for group in stored if all(v in operand_input for v in group)]
     found = find_blocks(program, domain, groups)
-    graph = found if stages > 1 else whole_loss(found, domain)
+    graph = found if stages > 1 else whole_loss(program, domain)
     # Merging equal equations keeps the inputs, so `inputs` stays valid for the graph's program.
     return LossProgram(proved, graph, found, tuple(constants), inputs, rows_status)
 

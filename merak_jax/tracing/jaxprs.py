@@ -98,7 +98,8 @@ def constants_to_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
 
 def like(sequence: tuple | list, items: Iterable[Any]) -> tuple:
     """`items` as a tuple of the kind of `sequence`: parameters of an equation may be named tuples."""
-    return type(sequence)(*items) if hasattr(sequence, "_fields") else tuple(items)
+    kind: Any = type(sequence)
+    return kind(*items) if hasattr(sequence, "_fields") else tuple(items)
 
 
 def is_dropped(var: Any) -> bool:
