@@ -233,3 +233,30 @@ def test_one_stage_keeps_the_remat_around_the_whole_loss():
     step.lower(PARAMS, make_batch())
     names = [e.primitive.name for e in step._latest.program.loss.graph.program.eqns]
     assert "remat2" in names or "checkpoint" in names, names
+
+
+@pytest.mark.parametrize("sizes", [{"pipe": 2}, {"data": 2}], ids=str)
+def test_counters_of_the_batch_leave_a_remat(sizes):
+    def layer(params, count, h, mask):
+        tokens = mask.sum()
+        return block(params, h) * (1 + mask[..., None] / tokens), (count + tokens, 2 * tokens + 1)
+
+    def train_step(state, batch):
+        def loss(params):
+            h, counts = batch["x"] @ params["in"], []
+            for own, count in zip(params["blocks"], state["counts"]):
+                h, made = jax.checkpoint(layer)(own, count, h, batch["mask"])
+                counts.append(made)
+            return masked_mean(params, h, batch), counts
+
+        (value, counts), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params, "counts": [c for c, _ in counts]}, (value, [n for _, n in counts])
+
+    state, batch = {"params": PARAMS, "counts": [jnp.zeros(()) for _ in range(LAYERS)]}, make_batch()
+    mesh = merak_jax.make_mesh(**sizes, devices=jax.devices()[:2])
+    step = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=2)
+    new, metrics = step(state, batch)
+    expected = jax.jit(train_step)(state, batch)
+    for actual, wanted in zip(jax.tree.leaves((step.unshard(new), metrics)), jax.tree.leaves(expected), strict=True):
+        assert np.abs(actual - wanted).max() <= 1e-12 * np.abs(wanted).max()

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,20 @@ class LaneLayout:
         if jnp.issubdtype(taken.dtype, jax.dtypes.prng_key):
             return taken
         return jnp.where(self.mask(taken.ndim), taken, jnp.zeros((), taken.dtype))
+
+    def needs_shield(self, value: Any) -> bool:
+        """Whether a cotangent of `value` can be spoilt by padding."""
+        return not self.is_full and jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+
+    def shielded(self, packed: Any) -> Any:
+        """The same packed value; its padding sends no cotangent back. Zeros there may become infinite, and 0 x infinity is NaN."""
+        if not self.needs_shield(packed):
+            return packed
+        return jnp.where(self.mask(packed.ndim), packed, lax.stop_gradient(packed))
+
+    def spread(self, value: Any) -> Any:
+        """A value that all lanes share, as `[P, N, ...]`, shielded."""
+        return self.shielded(jnp.broadcast_to(value, (self.num_stages, self.depth, *np.shape(value))))
 
     def unpack(self, packed: Any, lane: int) -> Any:
         """The value of one lane."""

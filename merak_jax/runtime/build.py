@@ -93,7 +93,7 @@ def build(
         shardings, groups = shardings.unpacked(), groups.unpacked()
         lane_groups, stack_inputs, chain_layouts = {}, {}, []
     shardings.stored.update(known_specs)
-    prepare = Rerolled(program, lane_groups, stack_inputs)
+    prepare = Rerolled(program, lane_groups, stack_inputs, differentiated=True)
     gradient_groups, gradient_stacks = _gradient_groups(full, loss, lane_groups, stack_inputs)
     names = {v: f"state leaf {path}" for v, path in zip(jaxpr.invars, full.leaf_path)}
     gradients = full.equation.outvars[len(full.equation.outvars) - len(operands) + full.num_loss_constants :]

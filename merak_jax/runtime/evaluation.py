@@ -27,10 +27,15 @@ class Evaluation:
 
     def __init__(self, program: Rerolled, lanes, stacks, whole):
         self.program = program
+
+        def given(value, layout: LaneLayout):
+            return layout.shielded(value) if program.differentiated else value
+
         self._lane_values: dict[tuple, tuple[Any, bool]] = {
-            (group, layout): (value, True) for (group, layout), value in zip(program.lanes.items(), lanes)
+            (group, layout): (given(value, layout), True)
+            for (group, layout), value in zip(program.lanes.items(), lanes)
         }
-        self._stack_values = dict(zip(program.stacks, stacks))
+        self._stack_values = {v: given(x, layout) for (v, layout), x in zip(program.stacks.items(), stacks)}
         self._whole = dict(whole)
 
     def whole(self, atom: Atom) -> Any:
@@ -53,8 +58,7 @@ class Evaluation:
     def _as_packed(self, value, is_lane, atom, layout) -> Any:
         if is_lane:
             return value
-        shape = (layout.num_stages, layout.depth, *np.shape(value))
-        return jnp.broadcast_to(jnp.asarray(value, atom.aval.dtype) if isinstance(atom, Literal) else value, shape)
+        return layout.spread(jnp.asarray(value, atom.aval.dtype) if isinstance(atom, Literal) else value)
 
     def _lane(self, atoms: tuple[Atom, ...], layout: LaneLayout) -> tuple[Any, bool]:
         """`(value, whether it has the [P, N] axes)`."""
@@ -86,6 +90,13 @@ class Evaluation:
             return
         eqns = [program.jaxpr.eqns[s[0]] for s in sources]
         operands = [self._lane(column, layout) for column in zip(*(e.invars for e in eqns))]
+        if program.differentiated and any(lane for _, lane in operands):
+            operands = [
+                (layout.spread(value), True)
+                if not lane and isinstance(value, jax.Array) and layout.needs_shield(value)
+                else (value, lane)
+                for value, lane in operands
+            ]
         results = _batched(eqns[0], operands)
         is_lane = any(lane for _, lane in operands)
         for outvars, value in zip(zip(*(e.outvars for e in eqns)), results):
@@ -237,7 +248,8 @@ class Evaluation:
                 ):
                     shape = (*lead, *atom.aval.shape[1:])
                     operands = [
-                        jnp.broadcast_to(jnp.asarray(o, a.aval.dtype), shape) for o, a in zip(operands, eqn.invars)
+                        layout.shielded(jnp.broadcast_to(jnp.asarray(o, a.aval.dtype), shape))
+                        for o, a in zip(operands, eqn.invars)
                     ]
                 value = evaluate_equation(eqn, operands)[0]
             self._stack_values[atom] = value
@@ -253,7 +265,7 @@ class Evaluation:
             if operand is not None and (0 not in dims or operand.aval.shape[dims.index(0)] == 1):
                 value = jnp.asarray(self._full(operand), atom.aval.dtype)
                 one_block = lax.broadcast_in_dim(value, (1, *atom.aval.shape[1:]), dims)
-                return jnp.broadcast_to(one_block, (layout.num_stages, layout.depth, *atom.aval.shape[1:]))
+                return layout.spread(one_block[0])
         self.program.warn_of_stack(atom, layout)
         return layout.pack_stack(self._full(atom))
 

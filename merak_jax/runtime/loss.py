@@ -20,7 +20,7 @@ from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.runtime.groups import stack_leaves
 from merak_jax.runtime.stage import is_differentiable
-from merak_jax.tracing.coupled import without_coupled
+from merak_jax.tracing.coupled import coupled_values, without_coupled
 from merak_jax.tracing.jaxprs import constants_to_inputs
 from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch, own_batches
 from merak_jax.tracing.side_results import without_side_results
@@ -86,7 +86,11 @@ def separate(
     pairs = zip(full.loss.jaxpr.constvars, micro.loss.jaxpr.constvars)
     from_batch = [a.aval.shape != b.aval.shape for a, b in pairs] + [bool(d & Domain.BATCH) for d in domains]
     beside = [without_side_results(x.loss, from_batch) for x in (full, micro)]
-    loss, micro_loss = without_coupled(beside[0], beside[1], [bool(d & Domain.PARAMETER) for d in domains])
+    parameters = [bool(d & Domain.PARAMETER) for d in domains]
+    pair = without_coupled(beside[0], beside[1], parameters)
+    # Counts of the batch are made beforehand: what a remat makes of them and of no row may leave it too.
+    counts = coupled_values(*pair, parameters)
+    loss, micro_loss = (without_side_results(x, from_batch, known) for x, known in zip(pair, counts))
     prove = own_batches if semantics == "per_microbatch" else functools.partial(microbatch, rows_traced=micro.rows)
     proved = prove(
         loss,

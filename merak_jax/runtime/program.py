@@ -155,12 +155,16 @@ class StepProgram:
                 for s in chain.slots
             ]
             if chain.lane_prepare.eqns or len(chain.lane_prepare.outvars) != len(raw):
-                shared = [ev.whole(v) for v in chain.shared]
+                read = {a for e in chain.lane_prepare.eqns for a in e.invars if isinstance(a, Var)}
+                shared = [ev.whole(v) if v in read else None for v in chain.shared]
+                shielded = [v is not None and layout.needs_shield(v) for v in shared]
+                shared = [layout.spread(v) if yes else v for v, yes in zip(shared, shielded)]
 
-                def prepare(*lane, chain=chain, shared=shared):
+                def prepare(lane, shared, chain=chain):
                     return evaluate(chain.lane_prepare, [], *lane, *shared)
 
-                raw = jax.vmap(jax.vmap(prepare))(*raw)
+                axes = (0, [0 if yes else None for yes in shielded])
+                raw = jax.vmap(jax.vmap(prepare, axes), axes)(raw, shared)
             values += raw
         return values
 

@@ -34,8 +34,11 @@ class Rerolled:
         lanes: Mapping[tuple[Var, ...], LaneLayout],
         stacks: Mapping[Var, LaneLayout],
         names: Mapping[Var, str] | None = None,
+        *,
+        differentiated: bool = False,
     ):
         self.jaxpr, self.names, self.has_warned = jaxpr, names or {}, False
+        self.differentiated = differentiated
         self.lanes, self.stacks = dict(lanes), dict(stacks)
         self.defined = defining_equations(jaxpr.eqns)
         self.lane_of_leaf = {v: (group, k) for group in self.lanes for k, v in enumerate(group)}

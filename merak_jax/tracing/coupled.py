@@ -31,6 +31,15 @@ def without_coupled(
     return ClosedJaxpr(new[0], full.consts), ClosedJaxpr(new[1], micro.consts)
 
 
+def coupled_values(
+    full: ClosedJaxpr, micro: ClosedJaxpr, parameters: Sequence[bool]
+) -> tuple[frozenset[Var], frozenset[Var]]:
+    """The values of each program, at top level, that are reductions of the batch, parameters aside."""
+    found = _coupled((full.jaxpr, micro.jaxpr), parameters)
+    made = [frozenset(v for n in found for v in p.jaxpr.eqns[n].outvars) for p in (full, micro)]
+    return made[0], made[1]
+
+
 def _rewritten(pair: Pair, parameters: Sequence[bool]) -> Pair:
     if _names(pair[0]) != _names(pair[1]):
         return pair

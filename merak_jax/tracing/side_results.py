@@ -74,19 +74,21 @@ def only_used(remat: JaxprEqn, operands: list) -> tuple[JaxprEqn, list]:
     return remat.replace(invars=operands, outvars=outvars, params={**remat.params, "jaxpr": jaxpr}), operands
 
 
-def without_side_results(closed: ClosedJaxpr, from_batch: Sequence[bool]) -> ClosedJaxpr:
+def without_side_results(
+    closed: ClosedJaxpr, from_batch: Sequence[bool], known: frozenset[Var] = frozenset()
+) -> ClosedJaxpr:
     """The same function; what a remat or scan computes without the batch is computed beside it.
 
     Within one equation a counter of random draws or the norm of a weight would look as if it depended on the batch, as the
     activations do that leave the equation with it.
 
-    `from_batch`: for each constant and input of `closed`.
+    `from_batch`: for each constant and input of `closed`; `known`: values that count as made without the batch.
     """
-    jaxpr, _ = _apart(closed.jaxpr, from_batch)
+    jaxpr, _ = _apart(closed.jaxpr, from_batch, known)
     return ClosedJaxpr(jaxpr, closed.consts)
 
 
-def _apart(jaxpr: Jaxpr, from_batch: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+def _apart(jaxpr: Jaxpr, from_batch: Sequence[bool], known: frozenset[Var] = frozenset()) -> tuple[Jaxpr, list[bool]]:
     """`(the program, which outputs depend on the batch)`."""
     depends = {v for v, yes in zip([*jaxpr.constvars, *jaxpr.invars], from_batch) if yes}
     renamed: dict[Var, Any] = {}
@@ -102,7 +104,7 @@ def _apart(jaxpr: Jaxpr, from_batch: Sequence[bool]) -> tuple[Jaxpr, list[bool]]
         if eqn.primitive.name not in REMAT | {"scan"} or not any(flags):
             eqns.append(eqn)
             if any(flags):
-                depends.update(eqn.outvars)
+                depends.update(v for v in eqn.outvars if v not in known)
             continue
         eqn, found = _with_inner_apart(eqn, flags)
         beside, values = _beside(eqn, found)
