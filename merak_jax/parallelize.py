@@ -23,9 +23,9 @@ from merak_jax.runtime.build import build
 from merak_jax.runtime.initialise import initialise
 from merak_jax.runtime.program import StepProgram
 from merak_jax.runtime.state import DeferredState, PackedState, StateLayout, shapes_key
-from merak_jax.tracing.matching import ProgramsDifferError
+from merak_jax.tracing.matching import ProgramsDifferError, merge
 from merak_jax.tracing.microbatch import rows_to_trace
-from merak_jax.tracing.step import abstract, batch_rows, source_of, static_arguments, trace, unwrap
+from merak_jax.tracing.step import abstract, batch_rows, python_random_state, source_of, static_arguments, trace, unwrap
 
 P = PartitionSpec
 
@@ -332,10 +332,18 @@ class _Runner:
             self.program: StepProgram = build_from(micro)
         except ProgramsDifferError as error:
             # With so few rows a reshape may find the shape it makes, and JAX leaves it out. Twice the batch is no such number.
+            # A step that is another program each time it is traced is none to try again.
+            before = python_random_state()
             try:
                 if not proved:
                     raise
-                self.program = build_from(trace(train_step, shapes, self.batch_argnums, rows=2 * full.rows))
+                again, wide = (
+                    trace(train_step, shapes, self.batch_argnums, rows=n) for n in (traced_rows, 2 * full.rows)
+                )
+                merge(micro.loss.jaxpr, again.loss.jaxpr)
+                if python_random_state() != before:
+                    raise
+                self.program = build_from(wide)
             except (ProgramsDifferError, TraceError):
                 raise NotSeparableError(str(error)) from None
         self.plan = describe(self.program, "forward" if full.is_evaluation else step._schedule, step._num_microbatches)

@@ -7,11 +7,13 @@ import functools
 import inspect
 import itertools
 import math
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
@@ -73,6 +75,12 @@ def source_of(train_step: Callable) -> str:
         function = inspect.unwrap(function.func)
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})" if code is not None else repr(function)
+
+
+def python_random_state() -> tuple:
+    """The state of Python's and of NumPy's own random numbers, to compare."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, tuple(keys), *rest
 
 
 def static_arguments(train_step: Callable) -> tuple[int, ...]:
