@@ -75,8 +75,8 @@ def parallelize(
       plan: take mesh sizes, microbatches and schedule from an earlier plan.
       semantics: "full_batch", the numbers of the unwrapped step, proved; or "per_microbatch": every microbatch of every data
         shard is a batch of its own, as for batch normalization or contrastive losses that couple rows. Then loss, gradients and
-        real-valued auxiliary outputs are the means over microbatches, integer ones the sums, per-row ones are put together,
-        and mutable collections move once a step. These are other numbers than the full batch's.
+        real-valued auxiliary outputs are the means over microbatches, integer ones that depend on the batch or its size the sums,
+        per-row ones are put together, and mutable collections move once a step. These are other numbers than the full batch's.
       donate: reuse the state's memory for the new state; the state passed in is then gone.
       remat, overlap, zero, offload, hardware: only "auto" (None for hardware) so far.
 
@@ -304,7 +304,11 @@ class _Runner:
         self.mesh, self.batch_argnums = step.mesh, tuple(batch_argnums)
         bad = [n for n in self.batch_argnums if not 0 <= n < len(shapes)]
         if bad:
-            raise PlanError(f"batch_argnums={self.batch_argnums} but the step got {len(shapes)} arguments")
+            raise PlanError(
+                f"the train step at {source_of(train_step)} got {len(shapes)} argument{'s' * (len(shapes) != 1)}, but its "
+                f"batch is argument {bad[0]} (batch_argnums={self.batch_argnums}): pass the batch too, or set batch_argnums to "
+                "where it is"
+            )
         check_batch(train_step, shapes, self.batch_argnums, self.mesh.shape["data"], step._num_microbatches)
         full = trace(train_step, shapes, self.batch_argnums)
         rows = full.rows // (self.mesh.shape["data"] * step._num_microbatches)

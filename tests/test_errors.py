@@ -159,14 +159,30 @@ def test_a_plan_that_is_no_plan_is_answered_with_from_json(plan):
 
 
 def test_batch_argnums_beyond_the_arguments_is_named():
-    with pytest.raises(errors.PlanError, match=r"batch_argnums=\(2,\).*2 arguments"):
+    with pytest.raises(
+        errors.PlanError, match=r"got 2 arguments, but its batch is argument 2 \(batch_argnums=\(2,\)\)"
+    ):
         run(train_step, batch_argnums=2)
 
 
 def test_a_call_without_a_batch_says_how_many_arguments_came():
     step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(devices=jax.devices()[:1]))
-    with pytest.raises(errors.PlanError, match=r"batch_argnums=\(1,\) but the step got 1 argument"):
+    with pytest.raises(
+        errors.PlanError, match=r"test_errors.py:\d+ \(train_step\) got 1 argument, but its batch is argument 1"
+    ):
         step(make_state())
+
+
+@pytest.mark.parametrize(
+    "count, error", [(lambda rows: rows // 2, errors.NotSeparableError), (lambda rows: 8, errors.TraceError)]
+)
+def test_a_top_k_over_the_batch_is_said_to_couple_its_rows(count, error):
+    def loss(state, params, batch):
+        each = losses_per_row(state, params, batch)
+        return jax.lax.top_k(each, count(each.shape[0]))[0].mean()
+
+    with pytest.raises(error, match=r"test_errors.py:\d+ .*couples.*num_microbatches=1 on a mesh with data=1"):
+        run(step_with(loss))
 
 
 def test_reading_the_plan_before_a_batch_says_how_to_get_one():

@@ -130,6 +130,37 @@ def test_a_contrastive_loss_is_refused_unless_it_is_asked_for():
     np.testing.assert_allclose(value, sum(halves) / 2, rtol=1e-12)
 
 
+def test_integers_that_follow_the_number_of_rows_are_summed_and_other_constants_are_not():
+    def step(state, batch):
+        def loss(params):
+            logits, _ = state.apply_fn(
+                {"params": params, "batch_stats": state.batch_stats}, batch["x"], train=False, mutable=["batch_stats"]
+            )
+            scores = logits @ logits.T
+            rows = scores.shape[0]
+            counts = {
+                "rows": jnp.int32(rows),
+                "more": jnp.asarray(rows) * 2 + 1,
+                "python": rows,
+                "real": jnp.float64(rows),
+            }
+            right = (scores.argmax(-1) == jnp.arange(rows)).sum()
+            aux = {**counts, "three": 3, "right": right, "step": state.step}
+            return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores))), aux
+
+        (_, aux), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=gradients), aux
+
+    mesh = merak_jax.make_mesh(data=2, pipe=2, devices=jax.devices()[:4])
+    own = merak_jax.parallelize(step, mesh=mesh, num_microbatches=2, semantics="per_microbatch")
+    _, aux = own(make_state().replace(step=5), make_batch())
+    parts = [jax.tree.map(lambda x, n=n: x[n : n + 4], make_batch()) for n in range(0, ROWS, 4)]
+    each = [jax.jit(step)(make_state(), part)[1] for part in parts]
+    summed = {name: int(sum(e[name] for e in each)) for name in ("rows", "more", "python", "right")}
+    assert {name: float(x) for name, x in aux.items()} == {**summed, "real": 4.0, "three": 3, "step": 5}
+    assert summed["rows"] == ROWS and summed["more"] == 36
+
+
 def test_the_whole_batch_as_one_microbatch_is_what_one_device_computes():
     mesh = merak_jax.make_mesh(pipe=4, devices=jax.devices()[:4])
     step = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=1)

@@ -174,6 +174,7 @@ def _equal(a: Any, b: Any) -> bool:
 def _different(what: str) -> ProgramsDifferError:
     return ProgramsDifferError(
         f"Traced with the full batch and with one microbatch, the loss gives two different programs: {what}. "
-        "Python code in the loss depends on the batch size, or draws Python or numpy random numbers while "
-        "it is traced; use jax.random and operations that are the same for every batch size."
+        "Either an operation takes a share of the rows (top_k(x, rows // 2)): it couples the rows, and the batch can only be run "
+        "whole (num_microbatches=1 on a mesh with data=1). Or Python code in the loss depends on the batch size, or draws Python "
+        "or numpy random numbers while it is traced: use jax.random and operations that are the same for every batch size."
     )

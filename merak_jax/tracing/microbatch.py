@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
-from merak_jax.tracing.jaxprs import live_equations, make_jaxpr
+from merak_jax.tracing.jaxprs import evaluate, live_equations, make_jaxpr, slice_program
 from merak_jax.tracing.matching import merge
 from merak_jax.tracing.resize import resized
 from merak_jax.tracing.rows import WAYS_OUT, Atom, Walker, differing_axes, numbers_variable
@@ -306,9 +307,9 @@ def own_batches(
 ) -> MicrobatchedLoss:
     """Take every microbatch as a batch of its own: the loss is the mean of the microbatches' losses, as the user wrote it.
 
-    Of the other outputs, rows are put together, real numbers that depend on the batch are averaged (so running averages move
-    once a step, by the mean of what the microbatches say), integers are summed. Random draws are the microbatch's rows of the
-    whole draw.
+    Of the other outputs, rows are put together, real numbers that depend on the batch or its size are averaged (so running averages
+    move once a step, by the mean of what the microbatches say), such integers are summed. Random draws are the microbatch's rows
+    of the whole draw.
 
     Args as for `microbatch`; `micro` is traced at `rows_micro` rows. Raises NotSeparableError where the two are different
     programs.
@@ -342,6 +343,7 @@ def own_batches(
     update_domains()
     outvars: list[Atom] = []
     for n, b in enumerate(micro.jaxpr.outvars):
+        b = _follows_the_size(walker, full, micro, n, count) or b
         status = walker.read(b)
         if (
             isinstance(b, Var)
@@ -373,6 +375,31 @@ def own_batches(
         domain,
         ClosedJaxpr(make_jaxpr([], [*full.jaxpr.invars, *results], results, []), []),
     )
+
+
+def _follows_the_size(walker: Walker, full: ClosedJaxpr, micro: ClosedJaxpr, n: int, count: int) -> Atom | None:
+    """What output n is where it is a constant that follows the number of rows alone: an integer is summed over the microbatches."""
+    values = [_constant_output(loss, n) for loss in (full, micro)]
+    if any(v is None for v in values) or values[0].shape != values[1].shape or np.array_equal(*values):
+        return None
+    aval = micro.jaxpr.outvars[n].aval
+    value = values[1] if jnp.issubdtype(aval.dtype, jnp.inexact) else values[1] * count
+    if not aval.shape:
+        return Literal(np.asarray(value, aval.dtype)[()], aval)
+    numbers = [np.asarray(x, aval.dtype)[()] for x in value.ravel()]
+    return walker.insert(lambda: jnp.stack([jnp.asarray(x) for x in numbers]).reshape(aval.shape), [], None, Shared())
+
+
+def _constant_output(loss: ClosedJaxpr, n: int) -> np.ndarray | None:
+    """The value of an output that reads no input; None of others, of large ones, and of keys."""
+    atom = loss.jaxpr.outvars[n]
+    if atom.aval.size > 64 or not jnp.issubdtype(atom.aval.dtype, jnp.number):
+        return None
+    try:
+        program = slice_program(loss.jaxpr.eqns, loss.jaxpr.constvars, [atom])
+    except KeyError:
+        return None
+    return np.asarray(evaluate(program, [], *loss.consts)[0])
 
 
 def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain], rows: int) -> MicrobatchedLoss:

@@ -191,7 +191,8 @@ def trace(
         raise TraceError(
             f"the train step works for a batch of {size} rows but not for one of {rows} rows, as which it is "
             f"traced to cut it into microbatches: at {_compat.failing_line(error)}, {error}; take sizes from the batch, "
-            f"not from constants{_other_rows(train_step, args, batch_argnums, size)}"
+            "not from constants; an operation that needs all rows at once (a top_k or a permutation of the batch) couples them, and "
+            f"the batch can only be run whole (num_microbatches=1 on a mesh with data=1){_other_rows(train_step, args, batch_argnums, size)}"
         ) from error
     flat_program = inline(closed)
     closed = _without_dead_equations(flat_program)
