@@ -379,11 +379,12 @@ def own_batches(
 
 def _follows_the_size(walker: Walker, full: ClosedJaxpr, micro: ClosedJaxpr, n: int, count: int) -> Atom | None:
     """What output n is where it is a constant that follows the number of rows alone: an integer is summed over the microbatches."""
-    values = [_constant_output(loss, n) for loss in (full, micro)]
-    if any(v is None for v in values) or values[0].shape != values[1].shape or np.array_equal(*values):
+    whole, value = _constant_output(full, n), _constant_output(micro, n)
+    if whole is None or value is None or whole.shape != value.shape or np.array_equal(whole, value):
         return None
     aval = micro.jaxpr.outvars[n].aval
-    value = values[1] if jnp.issubdtype(aval.dtype, jnp.inexact) else values[1] * count
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
+        value = value * count
     if not aval.shape:
         return Literal(np.asarray(value, aval.dtype)[()], aval)
     numbers = [np.asarray(x, aval.dtype)[()] for x in value.ravel()]

@@ -188,11 +188,12 @@ def trace(
     except (TypeError, ValueError, AssertionError) as error:
         if rows is None or isinstance(error, MerakError):
             raise
+        other = _other_rows(train_step, args, batch_argnums, size)
         raise TraceError(
             f"the train step works for a batch of {size} rows but not for one of {rows} rows, as which it is "
             f"traced to cut it into microbatches: at {_compat.failing_line(error)}, {error}; take sizes from the batch, "
-            "not from constants; an operation that needs all rows at once (a top_k or a permutation of the batch) couples them, and "
-            f"the batch can only be run whole (num_microbatches=1 on a mesh with data=1){_other_rows(train_step, args, batch_argnums, size)}"
+            "not from constants; an operation that needs all rows at once (a top_k or a permutation of the batch) couples "
+            f"them, and the batch can only be run whole (num_microbatches=1 on a mesh with data=1){other}"
         ) from error
     flat_program = inline(closed)
     closed = _without_dead_equations(flat_program)
