@@ -125,7 +125,12 @@ def parallelize(
         raise PlanError(f"num_microbatches={num_microbatches!r} must be a positive integer")
     if semantics not in ("full_batch", "per_microbatch"):
         raise PlanError(f"semantics={semantics!r} is unknown; choose 'full_batch' or 'per_microbatch'")
-    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    argnums = tuple(batch_argnums) if isinstance(batch_argnums, Sequence) else (batch_argnums,)
+    if not argnums or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in argnums):
+        raise PlanError(
+            f"batch_argnums={batch_argnums!r} must be the position of the batch among the train step's arguments, counted from 0, "
+            "or a sequence of positions"
+        )
     return ParallelStep(train_step, mesh, int(num_microbatches), argnums, schedule, donate, semantics)
 
 

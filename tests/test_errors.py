@@ -165,6 +165,12 @@ def test_batch_argnums_beyond_the_arguments_is_named():
         run(train_step, batch_argnums=2)
 
 
+@pytest.mark.parametrize("argnums", [-1, "batch", (), (1, -2), 1.0, (True,)])
+def test_batch_argnums_that_are_no_positions_are_named(argnums):
+    with pytest.raises(errors.PlanError, match=r"batch_argnums=.* must be the position of the batch"):
+        run(train_step, batch_argnums=argnums)
+
+
 def test_a_call_without_a_batch_says_how_many_arguments_came():
     step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(devices=jax.devices()[:1]))
     with pytest.raises(

@@ -51,6 +51,13 @@ def test_metrics_are_those_of_one_device(mesh):
                 "nothing": None,
                 "constant": jnp.float32(3),
                 "length": batch["tokens"].shape[1],
+                "rows": batch["tokens"].shape[0],
+                "row_weights": jnp.ones((logits.shape[0],)),
+                "row_numbers": jnp.arange(logits.shape[0]),
+                "row_pairs": jnp.tile(jnp.arange(2), logits.shape[0]),
+                "row_steps": jnp.full((logits.shape[0], 2), state.step),
+                "row_scales": jnp.full((logits.shape[0],), jax.tree.leaves(params)[0].ravel()[0]),
+                "sizes": jnp.array(logits.shape),
             }
             return next_token_loss(logits, batch["targets"], batch["mask"]), aux
 

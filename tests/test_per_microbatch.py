@@ -138,12 +138,10 @@ def test_integers_that_follow_the_number_of_rows_are_summed_and_other_constants_
             )
             scores = logits @ logits.T
             rows = scores.shape[0]
-            counts = {
-                "rows": jnp.int32(rows),
-                "more": jnp.asarray(rows) * 2 + 1,
-                "python": rows,
-                "real": jnp.float64(rows),
-            }
+            counts = {"rows": jnp.int32(rows), "more": jnp.asarray(rows) * 2 + 1, "python": rows}
+            counts |= {"real": jnp.float64(rows), "real pair": jnp.full((1, 2), float(rows))}
+            counts |= {"pair": jnp.full((2,), rows), "two": jnp.asarray(rows) * jnp.ones(2, int)}
+            counts |= {"later": state.step + rows, "ones": jnp.ones((rows,)), "each": jnp.full((rows, 2), rows)}
             right = (scores.argmax(-1) == jnp.arange(rows)).sum()
             aux = {**counts, "three": 3, "right": right, "step": state.step}
             return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores))), aux
@@ -157,8 +155,39 @@ def test_integers_that_follow_the_number_of_rows_are_summed_and_other_constants_
     parts = [jax.tree.map(lambda x, n=n: x[n : n + 4], make_batch()) for n in range(0, ROWS, 4)]
     each = [jax.jit(step)(make_state(), part)[1] for part in parts]
     summed = {name: int(sum(e[name] for e in each)) for name in ("rows", "more", "python", "right")}
+    pairs = [aux.pop(name).tolist() for name in ("pair", "two", "real pair")]
+    assert pairs == [[ROWS, ROWS], [ROWS, ROWS], [[4.0, 4.0]]]
+    # What each row says is put together.
+    assert aux.pop("ones").tolist() == [1.0] * ROWS and aux.pop("each").tolist() == [[4, 4]] * ROWS
+    assert int(aux.pop("later")) == 4 * (5 + 4)
     assert {name: float(x) for name, x in aux.items()} == {**summed, "real": 4.0, "three": 3, "step": 5}
     assert summed["rows"] == ROWS and summed["more"] == 36
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        np.arange,
+        lambda rows: np.array([rows, 1]),
+        lambda rows: jnp.array([1.0 * rows]),
+        lambda rows: np.eye(rows)[:, 0],
+    ],
+)
+def test_an_array_that_python_made_from_the_number_of_rows_is_refused(made):
+    def step(state, batch):
+        def loss(params):
+            logits, _ = state.apply_fn(
+                {"params": params, "batch_stats": state.batch_stats}, batch["x"], train=False, mutable=["batch_stats"]
+            )
+            return jnp.mean(logits**2) * jnp.asarray(made(logits.shape[0]))[0]
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradients), value
+
+    mesh = merak_jax.make_mesh(pipe=2, devices=jax.devices()[:2])
+    own = merak_jax.parallelize(step, mesh=mesh, num_microbatches=2, semantics="per_microbatch")
+    with pytest.raises(NotSeparableError, match="test_per_microbatch.py:.*made from the number of rows"):
+        own(make_state(), make_batch())
 
 
 def test_the_whole_batch_as_one_microbatch_is_what_one_device_computes():

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+import numpy as np
+from jax.extend.core import Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError, TraceError
@@ -63,6 +64,8 @@ def separate(
     `micro`: the step traced at another number of rows, or at `rows` where `semantics` is "per_microbatch" and nothing is proved.
     `stored`: groups of operands, one for each block, that are stored together.
     """
+    if semantics == "per_microbatch":
+        _check_constants(full, micro)
     operands, micro_operands = full.equation.invars, micro.equation.invars
     depends = outer_dependence(full)
     whole = full.rows == rows
@@ -143,6 +146,23 @@ def _check_differentiated(full: TracedStep, n: int, bits: int, status: Any) -> N
             f"the gradient call at {full.equation.params['source']} differentiates a value {aval} that depends on the batch "
             f"(differentiated leaf {n - full.num_loss_constants}); only gradients of parameters are supported"
         )
+
+
+def _check_constants(full: TracedStep, micro: TracedStep) -> None:
+    """Raise NotSeparableError where the loss reads an array that Python made from the number of rows: it would be that of the
+    whole batch."""
+    constants = [dict(zip(traced.jaxpr.jaxpr.constvars, traced.jaxpr.consts)) for traced in (full, micro)]
+    for a, b in zip(full.equation.invars[: full.num_loss_constants], micro.equation.invars):
+        whole, own = (x.val if isinstance(x, Literal) else held.get(x) for x, held in zip((a, b), constants))
+        if whole is None or own is None or jax.dtypes.issubdtype(a.aval.dtype, jax.dtypes.extended):
+            continue
+        if np.shape(whole) != np.shape(own) or not np.array_equal(whole, own):
+            raise NotSeparableError(
+                f"the loss differentiated at {full.equation.params['source']} reads {a.aval.str_short()}, which was made from the "
+                "number of rows while the step was traced, as np.arange(rows) or jnp.array([rows]) are; under "
+                "semantics='per_microbatch' every microbatch needs its own: make it inside the loss with jnp.arange, jnp.full or "
+                "arithmetic on x.shape[0]"
+            )
 
 
 def _check_loss_reads(full: TracedStep, domains: Sequence[Domain], depends: dict[Var, int]) -> None:

@@ -20,6 +20,7 @@ from merak_jax.runtime.stage import is_differentiable, merge, select
 from merak_jax.runtime.state import StateLayout
 from merak_jax.schedules.ticks import TickTable
 from merak_jax.tracing.jaxprs import evaluate
+from merak_jax.tracing.microbatch import Batched
 from merak_jax.tracing.step import TracedStep
 
 
@@ -123,7 +124,7 @@ class StepProgram:
         (gradients,) = pull(jax.tree.map(lambda s, m: s.astype(m.dtype), tuple(sums), made))
         piped = dict(zip(graph.epilogue_outputs, pipelined))
         outputs = [
-            piped[n] if n in piped else rest[n] if n in rest else inputs.value(a)
+            piped[n] if n in piped else self._all_rows(n, rest[n]) if n in rest else inputs.value(a)
             for n, a in enumerate(graph.program.outvars)
         ]
         outputs = self._postcompute(before, outputs)
@@ -138,6 +139,14 @@ class StepProgram:
         }
         values = [before.whole(a) if v in read else None for v, a in zip(post.jaxpr.invars, operands)]
         return evaluate(post.jaxpr, post.consts, *values, *outputs)
+
+    def _all_rows(self, n: int, value: Any) -> Any:
+        """An output that reads no row, with the rows of the whole batch where it has those of a microbatch: they are all alike."""
+        status, pipeline = self.loss.loss.out_status[n], self.pipeline
+        if not isinstance(status, Batched):
+            return value
+        count = pipeline.num_microbatches * pipeline.mesh.shape["data"]
+        return jnp.tile(value, [count if axis == status.axis else 1 for axis in range(value.ndim)])
 
     def _is_prepared_output(self, n: int) -> bool:
         """Whether an output of the loss comes from parameters and constants alone."""

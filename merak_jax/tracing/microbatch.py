@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
-from merak_jax.tracing.jaxprs import evaluate, live_equations, make_jaxpr, slice_program
+from merak_jax.tracing.jaxprs import live_equations, make_jaxpr
 from merak_jax.tracing.matching import merge
 from merak_jax.tracing.resize import resized
 from merak_jax.tracing.rows import WAYS_OUT, Atom, Walker, differing_axes, numbers_variable
@@ -342,8 +342,11 @@ def own_batches(
 
     update_domains()
     outvars: list[Atom] = []
+    sized = _sized(full.jaxpr, micro.jaxpr)
     for n, b in enumerate(micro.jaxpr.outvars):
-        b = _follows_the_size(walker, full, micro, n, count) or b
+        if _follows_the_size(full.jaxpr.outvars[n], b, sized) and not (isinstance(b, Var) and domain[b] & Domain.BATCH):
+            outvars.append(_over_microbatches(walker, full.jaxpr.outvars[n], b, count))
+            continue
         status = walker.read(b)
         if (
             isinstance(b, Var)
@@ -377,30 +380,39 @@ def own_batches(
     )
 
 
-def _follows_the_size(walker: Walker, full: ClosedJaxpr, micro: ClosedJaxpr, n: int, count: int) -> Atom | None:
-    """What output n is where it is a constant that follows the number of rows alone: an integer is summed over the microbatches."""
-    whole, value = _constant_output(full, n), _constant_output(micro, n)
-    if whole is None or value is None or whole.shape != value.shape or np.array_equal(whole, value):
-        return None
-    aval = micro.jaxpr.outvars[n].aval
-    if not jnp.issubdtype(aval.dtype, jnp.inexact):
-        value = value * count
-    if not aval.shape:
-        return Literal(np.asarray(value, aval.dtype)[()], aval)
-    numbers = [np.asarray(x, aval.dtype)[()] for x in value.ravel()]
-    return walker.insert(lambda: jnp.stack([jnp.asarray(x) for x in numbers]).reshape(aval.shape), [], None, Shared())
+def _sized(full: Jaxpr, micro: Jaxpr) -> set[Var]:
+    """Of two traces of one program, the variables of the second whose values follow the number of rows they were traced with."""
+    found: set[Var] = set()
+    for a, b in zip(full.eqns, micro.eqns):
+        differs = any(_follows_the_size(x, y, found) for x, y in zip(a.invars, b.invars))
+        if (
+            differs
+            or str(a.params) != str(b.params)
+            or [v.aval.shape for v in a.outvars] != [v.aval.shape for v in b.outvars]
+        ):
+            found.update(b.outvars)
+    return found
 
 
-def _constant_output(loss: ClosedJaxpr, n: int) -> np.ndarray | None:
-    """The value of an output that reads no input; None of others, of large ones, and of keys."""
-    atom = loss.jaxpr.outvars[n]
-    if atom.aval.size > 64 or not jnp.issubdtype(atom.aval.dtype, jnp.number):
-        return None
-    try:
-        program = slice_program(loss.jaxpr.eqns, loss.jaxpr.constvars, [atom])
-    except KeyError:
-        return None
-    return np.asarray(evaluate(program, [], *loss.consts)[0])
+def _follows_the_size(whole: Atom, own: Atom, sized: set[Var]) -> bool:
+    """Whether a value is another one in the trace of the whole batch."""
+    if isinstance(own, Var):
+        return own in sized
+    return not isinstance(whole, Literal) or not np.array_equal(whole.val, own.val)
+
+
+def _over_microbatches(walker: Walker, whole: Atom, own: Atom, count: int) -> Atom:
+    """An output that follows the number of rows but reads no row, and so is the same in every microbatch: an integer is summed."""
+    axes = differing_axes(whole.aval, own.aval)
+    if axes:
+        # Every microbatch has its rows, all alike: they are put together.
+        walker.status[own] = Uniform(axes[0])
+        return own
+    if not jnp.issubdtype(own.aval.dtype, jnp.integer):
+        return own
+    if isinstance(own, Literal):
+        return Literal(np.asarray(own.val * count, own.aval.dtype)[()], own.aval)
+    return walker.insert(lambda x: x * count, [own], None, Shared())
 
 
 def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain], rows: int) -> MicrobatchedLoss:

@@ -341,7 +341,7 @@ def _as_evaluation(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The step as one equation; what it returns untouched goes past it."""
     jaxpr = closed.jaxpr
     inputs = {*jaxpr.invars, *jaxpr.constvars}
-    made = [n for n, a in enumerate(jaxpr.outvars) if a not in inputs and not isinstance(a, Literal)]
+    made = [n for n, a in enumerate(jaxpr.outvars) if not isinstance(a, Literal) and a not in inputs]
     inner, _ = constants_to_inputs(closed)
     inner = inline(ClosedJaxpr(make_jaxpr([], inner.invars, [inner.outvars[n] for n in made], inner.eqns), []))
     results = [_compat.new_var(jaxpr.outvars[n].aval) for n in made]
