@@ -143,7 +143,8 @@ def test_integers_that_follow_the_number_of_rows_are_summed_and_other_constants_
             counts |= {"pair": jnp.full((2,), rows), "two": jnp.asarray(rows) * jnp.ones(2, int)}
             counts |= {"later": state.step + rows, "ones": jnp.ones((rows,)), "each": jnp.full((rows, 2), rows)}
             right = (scores.argmax(-1) == jnp.arange(rows)).sum()
-            aux = {**counts, "three": 3, "right": right, "step": state.step}
+            positive = (jax.nn.relu(jax.tree.leaves(params)[-1]) > 0).sum()
+            aux = {**counts, "three": 3, "right": right, "step": state.step, "positive": positive}
             return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores))), aux
 
         (_, aux), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
@@ -160,6 +161,7 @@ def test_integers_that_follow_the_number_of_rows_are_summed_and_other_constants_
     # What each row says is put together.
     assert aux.pop("ones").tolist() == [1.0] * ROWS and aux.pop("each").tolist() == [[4, 4]] * ROWS
     assert int(aux.pop("later")) == 4 * (5 + 4)
+    assert int(aux.pop("positive")) == int(each[0]["positive"]) > 0
     assert {name: float(x) for name, x in aux.items()} == {**summed, "real": 4.0, "three": 3, "step": 5}
     assert summed["rows"] == ROWS and summed["more"] == 36
 

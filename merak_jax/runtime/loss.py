@@ -23,6 +23,7 @@ from merak_jax.runtime.groups import stack_leaves
 from merak_jax.runtime.stage import is_differentiable
 from merak_jax.tracing.coupled import coupled_values, without_coupled
 from merak_jax.tracing.jaxprs import constants_to_inputs
+from merak_jax.tracing.matching import equal_values
 from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch, own_batches
 from merak_jax.tracing.side_results import without_side_results
 from merak_jax.tracing.step import TracedStep
@@ -156,7 +157,7 @@ def _check_constants(full: TracedStep, micro: TracedStep) -> None:
         whole, own = (x.val if isinstance(x, Literal) else held.get(x) for x, held in zip((a, b), constants))
         if whole is None or own is None or jax.dtypes.issubdtype(a.aval.dtype, jax.dtypes.extended):
             continue
-        if np.shape(whole) != np.shape(own) or not np.array_equal(whole, own):
+        if not equal_values(np.asarray(whole), np.asarray(own)):
             raise NotSeparableError(
                 f"the loss differentiated at {full.equation.params['source']} reads {a.aval.str_short()}, which was made from the "
                 "number of rows while the step was traced, as np.arange(rows) or jnp.array([rows]) are; under "

@@ -60,7 +60,7 @@ def merge(full: Jaxpr, micro: Jaxpr, *, exact_literals: bool = False) -> Jaxpr:
             return b
         if a.aval.dtype != b.aval.dtype or a.aval.shape != b.aval.shape:
             raise _different(f"constants {a.aval} and {b.aval}{where()}")
-        if _equal(a.val, b.val):
+        if equal_values(a.val, b.val):
             return b
         if exact_literals:
             raise NotSeparableError(
@@ -117,7 +117,7 @@ def _same_value(a: Any, b: Any) -> bool:
         return all(_same_value(x, y) for x, y in zip(a, b))
     if isinstance(a, Jaxpr | ClosedJaxpr):
         return all(same_program(x, y) for x, y in zip(open_jaxpr(a).eqns, open_jaxpr(b).eqns))
-    return _is_function(a) or _equal(a, b)
+    return _is_function(a) or equal_values(a, b)
 
 
 def _merge_params(a: JaxprEqn, b: JaxprEqn, where: Callable[[], str], exact: bool) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _merge_params(a: JaxprEqn, b: JaxprEqn, where: Callable[[], str], exact: boo
             merged[key] = like(value, [v and _merge_nested(v, w, where, exact) for v, w in zip(value, other)])
         elif _is_function(value) and _is_function(other):
             continue  # a rule or a policy: two traces never give the same object
-        elif not _equal(value, other) and not _follows_shapes(a, b, key):
+        elif not equal_values(value, other) and not _follows_shapes(a, b, key):
             raise _different(f"`{a.primitive}` has {key}={value} in one, {key}={other} in the other{where()}")
     return merged
 
@@ -151,7 +151,7 @@ def _merge_nested(a: Any, b: Any, where: Callable[[], str], exact: bool) -> Any:
     if not isinstance(b, ClosedJaxpr):
         return merged
     for x, y in zip(a.consts, b.consts):
-        if np.shape(x) != np.shape(y) or (exact and not _equal(x, y)):
+        if np.shape(x) != np.shape(y) or (exact and not equal_values(x, y)):
             raise _different(f"a constant array depends on the batch size{where()}")
     return ClosedJaxpr(merged, a.consts)
 
@@ -160,7 +160,8 @@ def _is_function(value: Any) -> bool:
     return callable(value) or hasattr(value, "call_wrapped")
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal_values(a: Any, b: Any) -> bool:
+    """Whether two constants or parameters are the same; NaN is itself."""
     if a is b:
         return True
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
 from merak_jax.tracing.jaxprs import live_equations, make_jaxpr
-from merak_jax.tracing.matching import merge
+from merak_jax.tracing.matching import equal_values, merge
 from merak_jax.tracing.resize import resized
 from merak_jax.tracing.rows import WAYS_OUT, Atom, Walker, differing_axes, numbers_variable
 from merak_jax.tracing.separability import Batched, Partial, Shared, Status, Uniform
@@ -387,18 +388,23 @@ def _sized(full: Jaxpr, micro: Jaxpr) -> set[Var]:
         differs = any(_follows_the_size(x, y, found) for x, y in zip(a.invars, b.invars))
         if (
             differs
-            or str(a.params) != str(b.params)
+            or _text(a.params) != _text(b.params)
             or [v.aval.shape for v in a.outvars] != [v.aval.shape for v in b.outvars]
         ):
             found.update(b.outvars)
     return found
 
 
+def _text(params: dict) -> str:
+    """The parameters of an equation as text, without the addresses of functions, which differ from trace to trace."""
+    return re.sub(r"0x[0-9a-f]+|id=\d+", "", str(params))
+
+
 def _follows_the_size(whole: Atom, own: Atom, sized: set[Var]) -> bool:
     """Whether a value is another one in the trace of the whole batch."""
     if isinstance(own, Var):
         return own in sized
-    return not isinstance(whole, Literal) or not np.array_equal(whole.val, own.val)
+    return not isinstance(whole, Literal) or not equal_values(np.asarray(whole.val), np.asarray(own.val))
 
 
 def _over_microbatches(walker: Walker, whole: Atom, own: Atom, count: int) -> Atom:
