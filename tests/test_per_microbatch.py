@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax import lax
 
 import merak_jax
 from merak_jax.errors import NotSeparableError, PlanError
@@ -160,10 +161,80 @@ def test_integers_that_follow_the_number_of_rows_are_summed_and_other_constants_
     assert pairs == [[ROWS, ROWS], [ROWS, ROWS], [[4.0, 4.0]]]
     # What each row says is put together.
     assert aux.pop("ones").tolist() == [1.0] * ROWS and aux.pop("each").tolist() == [[4, 4]] * ROWS
-    assert int(aux.pop("later")) == 4 * (5 + 4)
+    assert int(aux.pop("later")) == 5 + ROWS
     assert int(aux.pop("positive")) == int(each[0]["positive"]) > 0
     assert {name: float(x) for name, x in aux.items()} == {**summed, "real": 4.0, "three": 3, "step": 5}
     assert summed["rows"] == ROWS and summed["more"] == 36
+
+
+def counting_step(counts):
+    """A train step whose state counts what it has seen: `counts(old counts, batch)`."""
+
+    def step(state, batch):
+        def loss(params):
+            h = batch["x"]
+            for layer in params:
+                h = h + jnp.tanh(h @ layer)
+            return (h**2).mean(), counts(state["counts"], batch)
+
+        (value, new), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradients), "counts": new}, value
+
+    state = {
+        "params": [jnp.eye(5) * 0.1 * n for n in range(1, 5)],
+        "counts": {
+            "seen": jnp.int32(7),
+            "classes": jnp.array([3, 1, 4], jnp.int32),
+            "share": jnp.array([3.0, 1.0, 4.0]),
+            "byte": jnp.uint8(250),
+        },
+    }
+    return step, state
+
+
+def test_running_counts_grow_by_the_sum_of_what_microbatches_add():
+    def counts(old, batch):
+        labels, rows = batch["y"], batch["x"].shape[0]
+        return {
+            "seen": jnp.where(old["seen"] > 0, old["seen"] + rows + (labels > 0).sum(), old["seen"]).astype(jnp.int32),
+            "classes": old["classes"].at[labels].add(1) + jax.nn.one_hot(labels, 3, dtype=jnp.int32).sum(0, dtype=jnp.int32),
+            "share": old["share"].at[labels].add(1.0),
+            "byte": old["byte"] + jnp.uint8(rows),
+        }
+
+    step, state = counting_step(counts)
+    for sizes in ({"data": 2, "pipe": 2}, {"pipe": 2}, {"data": 2}):
+        mesh = merak_jax.make_mesh(**sizes, devices=jax.devices()[: np.prod(list(sizes.values()))])
+        own = merak_jax.parallelize(step, mesh=mesh, num_microbatches=2, semantics="per_microbatch", donate=False)
+        found = state
+        for n in range(2):
+            found, _ = own(found, make_batch(n))
+        labels = np.concatenate([make_batch(n)["y"] for n in range(2)])
+        classes = np.bincount(labels, minlength=3)
+        assert int(found["counts"]["seen"]) == 7 + 2 * ROWS + (labels > 0).sum()
+        assert found["counts"]["classes"].tolist() == ([3, 1, 4] + 2 * classes).tolist()
+        assert int(found["counts"]["byte"]) == (250 + 2 * ROWS) % 256
+        # Real numbers are means of what the microbatches say.
+        parts = 2 * sizes.get("data", 1)
+        np.testing.assert_allclose(found["counts"]["share"], [3, 1, 4] + classes / parts, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name, mixed",
+    [
+        ("max", lambda seen, labels: jnp.maximum(seen, labels.max())),
+        ("rem", lambda seen, labels: lax.rem(seen + labels.sum().astype(jnp.int32), jnp.int32(5))),
+        ("cond", lambda seen, labels: lax.cond(labels.sum() > 3, lambda n: n + 1, lambda n: n, seen)),
+        ("select_n", lambda seen, labels: jnp.where(labels.sum() > 3, seen + 1, seen)),
+        ("mul", lambda seen, labels: (seen + labels.sum().astype(jnp.int32)) * labels.max().astype(jnp.int32)),
+    ],
+)
+def test_a_running_count_that_is_no_sum_is_refused(name, mixed):
+    step, state = counting_step(lambda old, batch: {**old, "seen": mixed(old["seen"], batch["y"]).astype(jnp.int32)})
+    mesh = merak_jax.make_mesh(pipe=2, devices=jax.devices()[:2])
+    own = merak_jax.parallelize(step, mesh=mesh, num_microbatches=2, semantics="per_microbatch")
+    with pytest.raises(NotSeparableError, match=rf"`{name}` at .*test_per_microbatch.py:\d+"):
+        own(state, make_batch())
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,19 @@ def a_bias_with_the_mask_in_it_made_in_the_first_layer(params, batch):
     return masked_mean(params, h, batch)
 
 
+def numbers_of_each_layer_in_a_remat(params, batch):
+    h = batch["x"] @ params["in"]
+    for n, layer in enumerate(params["blocks"]):
+        # A remat keeps what differs inside it: the rate, and what a conditional and loops in it read.
+        def scaled(layer, h, rate=0.9 - 0.1 * n):
+            h, _ = jax.lax.scan(lambda h, _: (h + rate * block(layer, h), None), h, None, length=2)
+            h = jax.lax.cond(layer["up"][0, 0] > rate - 0.9, lambda h: h * (1 - rate), lambda h: h / rate + 1, h)
+            return jax.lax.fori_loop(0, 2, lambda _, h: h * (rate + 0.2), h)
+
+        h = jax.checkpoint(scaled)(layer, h)
+    return masked_mean(params, h, batch)
+
+
 def step_of(loss):
     def train_step(params, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -180,6 +193,7 @@ def planned(loss, params, **sizes):
         (systems_of_equations_in_every_layer, PARAMS),
         (products_whose_order_depends_on_the_number_of_rows, PARAMS),
         (a_bias_with_the_mask_in_it_made_in_the_first_layer, PARAMS),
+        (numbers_of_each_layer_in_a_remat, PARAMS),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )
@@ -198,6 +212,7 @@ def test_numbers_are_those_of_one_device(loss, params):
         (remat_around_the_whole_loss, "4 blocks"),
         (remats_of_two_layers_that_are_given_all_parameters, "2 blocks"),
         (a_bias_with_the_mask_in_it_made_in_the_first_layer, "4 blocks"),
+        (numbers_of_each_layer_in_a_remat, "4 blocks"),
     ],
 )
 def test_all_layers_are_blocks(loss, blocks):
@@ -221,6 +236,26 @@ def test_one_layer_is_not_said_to_have_layers_that_differ():
         return masked_mean(params, h, batch)
 
     with pytest.raises(NoRepeatedBlocksError, match=r"no chain of equal blocks was found.*test_wrapped_layers.py:\d+"):
+        planned(loss, PARAMS, pipe=2, devices=jax.devices()[:2])
+
+
+def test_a_custom_derivative_that_differs_by_layer_is_named():
+    def scaled(n):
+        def times(layer, h):
+            return block(layer, h) * (1 + n)
+
+        custom = jax.custom_vjp(times)
+        custom.defvjp(lambda layer, h: jax.vjp(times, layer, h), lambda pull, g: pull(g))
+        return custom
+
+    def loss(params, batch):
+        h = batch["x"] @ params["in"]
+        for n, layer in enumerate(params["blocks"]):
+            h = scaled(n)(layer, h)
+        return masked_mean(params, h, batch)
+
+    message = r"`custom_vjp_call` at .*test_wrapped_layers.py:\d+.* give it what differs between layers as an argument"
+    with pytest.raises(NoRepeatedBlocksError, match=message):
         planned(loss, PARAMS, pipe=2, devices=jax.devices()[:2])
 
 

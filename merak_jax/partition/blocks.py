@@ -14,6 +14,7 @@ from merak_jax.partition.chain import BATCH, BOTH, Chain, PlacedChain
 from merak_jax.partition.chains import find_chains, pipelined
 from merak_jax.partition.fingerprint import equation_shape
 from merak_jax.partition.lane_leaves import lane_leaves
+from merak_jax.partition.literals import literals_outside
 from merak_jax.partition.work import equation_flops, flops, products
 from merak_jax.tracing.jaxprs import make_jaxpr
 from merak_jax.tracing.side_results import REMAT
@@ -170,7 +171,7 @@ def _chain_work(graph: BlockGraph) -> int:
 
 
 def _cut(program: Jaxpr, input_domain: Mapping[Var, int], stored: Sequence[tuple[Var, ...]]) -> BlockGraph:
-    program = _without_common_subexpressions(program, dependence(program, input_domain))
+    program = literals_outside(_without_common_subexpressions(program, dependence(program, input_domain)))
     domain = dependence(program, input_domain)
     obstacles: list[str] = []
     group_of = {v: group for group in stored for v in group}

@@ -106,6 +106,18 @@ def _rule_shape(eqn: JaxprEqn) -> Any:
         return ("rule", id(eqn.params))
 
 
+def different_rules(program: Jaxpr) -> tuple[JaxprEqn, ...]:
+    """Two equations with custom derivatives that have the same types and compute different things, if there are two."""
+    first: dict[Any, JaxprEqn] = {}
+    for eqn in program.eqns:
+        if eqn.primitive.name in _CUSTOM:
+            types = (eqn.primitive.name, *map(_type, [*eqn.invars, *eqn.outvars]))
+            other = first.setdefault(types, eqn)
+            if equation_shape(other) != equation_shape(eqn):
+                return other, eqn
+    return ()
+
+
 def _type(atom: Any) -> Any:
     return (atom.aval.shape, str(atom.aval.dtype)) if hasattr(atom.aval, "shape") else str(atom.aval)
 

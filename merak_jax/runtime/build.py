@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from merak_jax import _compat
 from merak_jax.errors import NoRepeatedBlocksError, PlanError
 from merak_jax.partition.blocks import BlockGraph, dominant_equation
+from merak_jax.partition.fingerprint import different_rules
 from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.partition.work import balanced_counts, flops
@@ -146,6 +147,12 @@ def _why_no_chain(graph: BlockGraph) -> str:
     where = ""
     if largest is not None and _compat.sub_jaxprs(largest):
         where = f", and most of the work is in one `{largest.primitive.name}` at {_compat.source_line(largest)}"
+    rules = different_rules(program)
+    if rules:
+        where = (
+            f"; `{rules[0].primitive.name}` at {_compat.source_line(rules[0])} computes something else than at "
+            f"{_compat.source_line(rules[1])} or with other constants: give it what differs between layers as an argument"
+        )
     return f"no chain of equal blocks was found among {len(program.eqns)} equations{where}"
 
 

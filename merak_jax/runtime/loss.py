@@ -24,7 +24,8 @@ from merak_jax.runtime.stage import is_differentiable
 from merak_jax.tracing.coupled import coupled_values, without_coupled
 from merak_jax.tracing.jaxprs import constants_to_inputs
 from merak_jax.tracing.matching import equal_values
-from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch, own_batches
+from merak_jax.tracing.microbatch import Batched, Domain, MicrobatchedLoss, Partial, Shared, microbatch
+from merak_jax.tracing.own_batches import own_batches
 from merak_jax.tracing.side_results import without_side_results
 from merak_jax.tracing.step import TracedStep
 

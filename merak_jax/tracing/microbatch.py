@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from merak_jax import _compat
 from merak_jax.errors import NotSeparableError
 from merak_jax.tracing.jaxprs import live_equations, make_jaxpr
-from merak_jax.tracing.matching import equal_values, merge
+from merak_jax.tracing.matching import merge
 from merak_jax.tracing.resize import resized
 from merak_jax.tracing.rows import WAYS_OUT, Atom, Walker, differing_axes, numbers_variable
 from merak_jax.tracing.separability import Batched, Partial, Shared, Status, Uniform
@@ -107,7 +104,7 @@ def microbatch(
         raise ValueError(f"{len(micro.jaxpr.invars)} inputs, {len(statuses)} statuses, {len(domains)} domains")
     rows_traced = rows_micro if rows_traced is None else rows_traced
     if rows_full == rows_micro:
-        return _undivided(micro, domains, rows_full)
+        return undivided(micro, domains, rows_full)
     if rows_full % rows_micro:
         raise ValueError(f"{rows_micro} rows do not divide {rows_full}")
     merged = merge(full.jaxpr, micro.jaxpr)
@@ -210,11 +207,11 @@ class _Split:
         jaxpr = make_jaxpr([v for v, _ in constants], invars, outvars, kept)
         for eqn in kept:
             self.domain.update((v, self._union(eqn.invars)) for v in eqn.outvars if v not in self.domain)
-        return _result(
+        return assembled(
             _precompute_program(self.full, [self.full_of[v] for v in precomputed]),
             len(precomputed),
             ClosedJaxpr(jaxpr, [c for _, c in constants]),
-            {v: self._public(walker.status[v], v) for v in _variables(jaxpr)},
+            {v: self._public(walker.status[v], v) for v in variables(jaxpr)},
             self.domain,
             post,
         )
@@ -296,132 +293,7 @@ class _Split:
         return domain
 
 
-def own_batches(
-    full: ClosedJaxpr,
-    micro: ClosedJaxpr,
-    statuses: Sequence[Status],
-    domains: Sequence[Domain],
-    *,
-    rows_full: int,
-    rows_micro: int,
-    differentiated: bool = True,
-) -> MicrobatchedLoss:
-    """Take every microbatch as a batch of its own: the loss is the mean of the microbatches' losses, as the user wrote it.
-
-    Of the other outputs, rows are put together, real numbers that depend on the batch or its size are averaged (so running averages
-    move once a step, by the mean of what the microbatches say), such integers are summed. Random draws are the microbatch's rows
-    of the whole draw.
-
-    Args as for `microbatch`; `micro` is traced at `rows_micro` rows. Raises NotSeparableError where the two are different
-    programs.
-    """
-    if rows_full == rows_micro:
-        return _undivided(micro, domains, rows_full)
-    if rows_micro == 1:
-        raise NotSeparableError(
-            "semantics='per_microbatch' needs microbatches of at least two rows; take fewer microbatches or a larger batch"
-        )
-    merge(full.jaxpr, micro.jaxpr)
-    count = rows_full // rows_micro
-    walker = Walker(rows_full, rows_micro, own=True)
-    domain: dict[Var, Domain] = dict.fromkeys(micro.jaxpr.constvars, Domain.CONSTANT)
-    walker.status.update((v, Shared()) for v in micro.jaxpr.constvars)
-    domain.update((v, Domain(d)) for v, d in zip(micro.jaxpr.invars, domains))
-    walker.status.update(zip(micro.jaxpr.invars, statuses))
-    live = live_equations(micro.jaxpr.eqns, micro.jaxpr.outvars)
-    for is_live, a, b in zip(live, full.jaxpr.eqns, micro.jaxpr.eqns):
-        if is_live:
-            walker.step(a, b)
-    walker.status[walker.numbers], domain[walker.numbers] = Batched(0), Domain.BATCH
-
-    def update_domains() -> None:
-        for eqn in walker.eqns:
-            union = Domain.CONSTANT
-            for atom in eqn.invars:
-                union |= domain[atom] if isinstance(atom, Var) else Domain.CONSTANT
-            domain.update((v, union) for v in eqn.outvars)
-
-    update_domains()
-    outvars: list[Atom] = []
-    sized = _sized(full.jaxpr, micro.jaxpr)
-    for n, b in enumerate(micro.jaxpr.outvars):
-        if _follows_the_size(full.jaxpr.outvars[n], b, sized) and not (isinstance(b, Var) and domain[b] & Domain.BATCH):
-            outvars.append(_over_microbatches(walker, full.jaxpr.outvars[n], b, count))
-            continue
-        status = walker.read(b)
-        if (
-            isinstance(b, Var)
-            and isinstance(status, Shared)
-            and (n == 0 and differentiated or domain[b] & Domain.BATCH)
-        ):
-            if jnp.issubdtype(b.aval.dtype, jnp.inexact):
-                b = walker.insert(lambda x: x / count, [b], None, Partial())
-            walker.status[b] = Partial()
-        outvars.append(b)
-    update_domains()
-    kept = [e for e, needed in zip(walker.eqns, live_equations(walker.eqns, outvars)) if needed]
-    pipeline = make_jaxpr(micro.jaxpr.constvars, [*micro.jaxpr.invars, walker.numbers], outvars, kept)
-    results = [_compat.new_var(a.aval) for a in full.jaxpr.outvars]
-
-    def public(var: Var) -> Status:
-        status = walker.status[var]
-        return (
-            Batched(status.axis, 1, var.aval.shape[status.axis] // rows_micro)
-            if isinstance(status, Uniform)
-            else status
-        )
-
-    return _result(
-        ClosedJaxpr(make_jaxpr([], full.jaxpr.invars, [], []), []),
-        0,
-        ClosedJaxpr(pipeline, micro.consts),
-        {v: public(v) for v in _variables(pipeline)},
-        domain,
-        ClosedJaxpr(make_jaxpr([], [*full.jaxpr.invars, *results], results, []), []),
-    )
-
-
-def _sized(full: Jaxpr, micro: Jaxpr) -> set[Var]:
-    """Of two traces of one program, the variables of the second whose values follow the number of rows they were traced with."""
-    found: set[Var] = set()
-    for a, b in zip(full.eqns, micro.eqns):
-        differs = any(_follows_the_size(x, y, found) for x, y in zip(a.invars, b.invars))
-        if (
-            differs
-            or _text(a.params) != _text(b.params)
-            or [v.aval.shape for v in a.outvars] != [v.aval.shape for v in b.outvars]
-        ):
-            found.update(b.outvars)
-    return found
-
-
-def _text(params: dict) -> str:
-    """The parameters of an equation as text, without the addresses of functions, which differ from trace to trace."""
-    return re.sub(r"0x[0-9a-f]+|id=\d+", "", str(params))
-
-
-def _follows_the_size(whole: Atom, own: Atom, sized: set[Var]) -> bool:
-    """Whether a value is another one in the trace of the whole batch."""
-    if isinstance(own, Var):
-        return own in sized
-    return not isinstance(whole, Literal) or not equal_values(np.asarray(whole.val), np.asarray(own.val))
-
-
-def _over_microbatches(walker: Walker, whole: Atom, own: Atom, count: int) -> Atom:
-    """An output that follows the number of rows but reads no row, and so is the same in every microbatch: an integer is summed."""
-    axes = differing_axes(whole.aval, own.aval)
-    if axes:
-        # Every microbatch has its rows, all alike: they are put together.
-        walker.status[own] = Uniform(axes[0])
-        return own
-    if not jnp.issubdtype(own.aval.dtype, jnp.integer):
-        return own
-    if isinstance(own, Literal):
-        return Literal(np.asarray(own.val * count, own.aval.dtype)[()], own.aval)
-    return walker.insert(lambda x: x * count, [own], None, Shared())
-
-
-def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain], rows: int) -> MicrobatchedLoss:
+def undivided(loss: ClosedJaxpr, domains: Sequence[Domain], rows: int) -> MicrobatchedLoss:
     """One microbatch: every value is its own truth."""
     jaxpr = loss.jaxpr
     eqns = [e for e, live in zip(jaxpr.eqns, live_equations(jaxpr.eqns, jaxpr.outvars)) if live]
@@ -436,17 +308,17 @@ def _undivided(loss: ClosedJaxpr, domains: Sequence[Domain], rows: int) -> Micro
         domain.update((v, union) for v in eqn.outvars)
     pipeline = make_jaxpr(jaxpr.constvars, [*jaxpr.invars, numbers], jaxpr.outvars, eqns)
     results = [_compat.new_var(a.aval) for a in jaxpr.outvars]
-    return _result(
+    return assembled(
         ClosedJaxpr(make_jaxpr([], jaxpr.invars, [], []), []),
         0,
         ClosedJaxpr(pipeline, loss.consts),
-        {v: Shared() for v in _variables(pipeline)},
+        {v: Shared() for v in variables(pipeline)},
         domain,
         ClosedJaxpr(make_jaxpr([], [*jaxpr.invars, *results], results, []), []),
     )
 
 
-def _result(
+def assembled(
     precompute: ClosedJaxpr,
     count: int,
     pipeline: ClosedJaxpr,
@@ -485,5 +357,5 @@ def _precompute_program(full: ClosedJaxpr, outvars: Sequence[Var]) -> ClosedJaxp
     return ClosedJaxpr(program, [c for _, c in constants])
 
 
-def _variables(jaxpr: Jaxpr) -> list[Var]:
+def variables(jaxpr: Jaxpr) -> list[Var]:
     return [*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)]

@@ -298,6 +298,8 @@ class Equation:
 
     def count_once(self, i: int) -> None:
         """Operand `i` is shared: replace it by one whose sum over microbatches is the value."""
+        if self.walker.own:
+            return
         if not self.walker.may_gate and not self.walker.is_zero(self.micro.invars[i]):
             self.walker.once(self.micro.invars[i], self.micro)
         self._once.add(i)
