@@ -179,6 +179,7 @@ class _Counts:
     def __init__(self, walker: Walker, domain: dict[Var, Domain], sized: _Sized, inputs: Sequence[Var]):
         self.walker, self.domain, self.sized = walker, domain, sized
         self.defined = {v: e for e in walker.eqns for v in e.outvars}
+        self.known: dict[Var, Atom | None] = {}
         self.given = {v for v in inputs if not domain[v] & Domain.BATCH}
         for eqn in walker.eqns:
             if any(isinstance(a, Var) and a in self.given for a in eqn.invars):
@@ -197,7 +198,11 @@ class _Counts:
         """
         if isinstance(value, Literal) or value not in self.given or value not in self.defined:
             return None
-        eqn = self.defined[value]
+        if value not in self.known:
+            self.known[value] = self._carried(value, self.defined[value])
+        return self.known[value]
+
+    def _carried(self, value: Var, eqn: JaxprEqn) -> Atom | None:
         name, operands = eqn.primitive.name, eqn.invars
         follows = [self._follows(a, eqn, i) for i, a in enumerate(operands)]
 
