@@ -76,8 +76,8 @@ def parallelize(
       semantics: "full_batch", the numbers of the unwrapped step, proved; or "per_microbatch": every microbatch of every data
         shard is a batch of its own, as for batch normalization or contrastive losses that couple rows. Then loss, gradients and
         real-valued auxiliary outputs are the means over microbatches, integer ones that depend on the batch or its size the sums
-        (with what they carry from the state once), per-row ones are put together, and mutable collections move once a step. These
-        are other numbers than the full batch's.
+        (terms that follow neither count once), flags are put together as `all` or `any` made them, per-row ones one after the
+        other, and mutable collections move once a step. These are other numbers than the full batch's.
       donate: reuse the state's memory for the new state; the state passed in is then gone.
       remat, overlap, zero, offload, hardware: only "auto" (None for hardware) so far.
 

@@ -156,15 +156,16 @@ def test_integers_that_follow_the_number_of_rows_are_summed_and_other_constants_
     _, aux = own(make_state().replace(step=5), make_batch())
     parts = [jax.tree.map(lambda x, n=n: x[n : n + 4], make_batch()) for n in range(0, ROWS, 4)]
     each = [jax.jit(step)(make_state(), part)[1] for part in parts]
-    summed = {name: int(sum(e[name] for e in each)) for name in ("rows", "more", "python", "right")}
+    summed = {name: int(sum(e[name] for e in each)) for name in ("rows", "python", "right")}
     pairs = [aux.pop(name).tolist() for name in ("pair", "two", "real pair")]
     assert pairs == [[ROWS, ROWS], [ROWS, ROWS], [[4.0, 4.0]]]
     # What each row says is put together.
     assert aux.pop("ones").tolist() == [1.0] * ROWS and aux.pop("each").tolist() == [[4, 4]] * ROWS
-    assert int(aux.pop("later")) == 5 + ROWS
+    # Terms that do not follow the batch count once.
+    assert int(aux.pop("later")) == 5 + ROWS and int(aux.pop("more")) == 2 * ROWS + 1
     assert int(aux.pop("positive")) == int(each[0]["positive"]) > 0
     assert {name: float(x) for name, x in aux.items()} == {**summed, "real": 4.0, "three": 3, "step": 5}
-    assert summed["rows"] == ROWS and summed["more"] == 36
+    assert summed["rows"] == ROWS
 
 
 def counting_step(counts):
@@ -187,6 +188,9 @@ def counting_step(counts):
             "classes": jnp.array([3, 1, 4], jnp.int32),
             "share": jnp.array([3.0, 1.0, 4.0]),
             "byte": jnp.uint8(250),
+            "real": jnp.int32(9),
+            "all": jnp.bool_(True),
+            "any": jnp.bool_(False),
         },
     }
     return step, state
@@ -197,9 +201,13 @@ def test_running_counts_grow_by_the_sum_of_what_microbatches_add():
         labels, rows = batch["y"], batch["x"].shape[0]
         return {
             "seen": jnp.where(old["seen"] > 0, old["seen"] + rows + (labels > 0).sum(), old["seen"]).astype(jnp.int32),
-            "classes": old["classes"].at[labels].add(1) + jax.nn.one_hot(labels, 3, dtype=jnp.int32).sum(0, dtype=jnp.int32),
+            "classes": old["classes"].at[labels].add(1)
+            + jax.nn.one_hot(labels, 3, dtype=jnp.int32).sum(0, dtype=jnp.int32),
             "share": old["share"].at[labels].add(1.0),
             "byte": old["byte"] + jnp.uint8(rows),
+            "real": (1 + old["real"] + (labels > 0).astype(float).sum()).astype(jnp.int32),
+            "all": old["all"] & (batch["x"] < 3).all(),
+            "any": old["any"] | ~(batch["x"] < 1).all(),
         }
 
     step, state = counting_step(counts)
@@ -214,6 +222,11 @@ def test_running_counts_grow_by_the_sum_of_what_microbatches_add():
         assert int(found["counts"]["seen"]) == 7 + 2 * ROWS + (labels > 0).sum()
         assert found["counts"]["classes"].tolist() == ([3, 1, 4] + 2 * classes).tolist()
         assert int(found["counts"]["byte"]) == (250 + 2 * ROWS) % 256
+        assert int(found["counts"]["real"]) == 9 + 2 + (labels > 0).sum()
+        inputs = np.concatenate([make_batch(n)["x"] for n in range(2)])
+        assert (
+            bool(found["counts"]["all"]) == (inputs < 3).all() and bool(found["counts"]["any"]) == (inputs >= 1).any()
+        )
         # Real numbers are means of what the microbatches say.
         parts = 2 * sizes.get("data", 1)
         np.testing.assert_allclose(found["counts"]["share"], [3, 1, 4] + classes / parts, rtol=1e-12)
@@ -227,10 +240,18 @@ def test_running_counts_grow_by_the_sum_of_what_microbatches_add():
         ("cond", lambda seen, labels: lax.cond(labels.sum() > 3, lambda n: n + 1, lambda n: n, seen)),
         ("select_n", lambda seen, labels: jnp.where(labels.sum() > 3, seen + 1, seen)),
         ("mul", lambda seen, labels: (seen + labels.sum().astype(jnp.int32)) * labels.max().astype(jnp.int32)),
+        ("add", lambda seen, labels: seen / 2 + labels.sum()),
+        ("remat2", lambda seen, labels: jax.checkpoint(lambda n, x: n + x.sum())(seen.astype(jnp.uint8), labels)),
+        ("reduce_max", lambda seen, labels: (jnp.stack([seen, seen + 1]) + labels.sum()).max()),
+        ("gt", lambda seen, labels: labels.sum() > 3),
     ],
 )
 def test_a_running_count_that_is_no_sum_is_refused(name, mixed):
-    step, state = counting_step(lambda old, batch: {**old, "seen": mixed(old["seen"], batch["y"]).astype(jnp.int32)})
+    def counts(old, batch):
+        new = mixed(old["seen"], batch["y"])
+        return {**old, "all": new} if new.dtype == bool else {**old, "seen": new.astype(jnp.int32)}
+
+    step, state = counting_step(counts)
     mesh = merak_jax.make_mesh(pipe=2, devices=jax.devices()[:2])
     own = merak_jax.parallelize(step, mesh=mesh, num_microbatches=2, semantics="per_microbatch")
     with pytest.raises(NotSeparableError, match=rf"`{name}` at .*test_per_microbatch.py:\d+"):
