@@ -195,7 +195,7 @@ class _Counts:
 
     Attributes:
       whole: integers that do not follow the batch, and real numbers that are whole because they are made of them.
-      broken: real numbers made of given integers in another way.
+      broken: real numbers that do not follow the batch, made of inputs and perhaps not whole.
       given: those of `whole` that are made of inputs, not of constants only.
       reached: values that follow the batch and may hold one of these as a term.
     """
@@ -207,7 +207,7 @@ class _Counts:
         known = {v for v in inputs if not domain[v] & Domain.BATCH}
         self.whole = {v for v in known if _is_integer(v)}
         self.given = set(self.whole)
-        self.broken: set[Var] = set()
+        self.broken = known - self.whole
         self.reached: set[Var] = set()
         for eqn in walker.eqns:
             name, operands = eqn.primitive.name, [a for a in eqn.invars if isinstance(a, Var)]
@@ -224,7 +224,7 @@ class _Counts:
                     self.whole.add(v)
                     if v in known:
                         self.given.add(v)
-                elif sources:
+                elif v in known:
                     self.broken.add(v)
 
     def _stays_whole(self, eqn: JaxprEqn) -> bool:
@@ -245,7 +245,12 @@ class _Counts:
         if isinstance(value, Literal) or value not in self.reached:
             return None
         if value not in self.known:
-            self.known[value] = self._carried(value, self.defined[value])
+            eqn = self.defined[value]
+            try:
+                self.known[value] = self._carried(value, eqn)
+            except RecursionError:
+                # An integer made of all layers of a model.
+                raise self._refusal(eqn) from None
         return self.known[value]
 
     def _carried(self, value: Var, eqn: JaxprEqn) -> Atom | None:
@@ -286,9 +291,11 @@ class _Counts:
             return with_operands(*(or_zero(p, i) for i, p in enumerate(parts)))
         if name == "scatter-add":
             return part(0)
-        if name == "mul" and sum(follows) == 1:
+        if sum(follows) == 1 and (name == "mul" or (name == "div" and follows[0])):
             i = follows.index(True)
             found = part(i)
+            if found is not None and name == "div":
+                raise self._refusal(eqn)
             return None if found is None else with_operands(*(found if k == i else a for k, a in enumerate(operands)))
         if name == "select_n":
             parts = [part(i) for i in range(1, len(operands))]
