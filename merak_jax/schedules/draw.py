@@ -1,80 +1,62 @@
-"""draw: a timeline of a schedule or tick table as SVG, PNG or text."""
+"""draw: timelines of schedules or tick tables as SVG, PNG, a trace file or text."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from merak_jax.schedules.simulate import Interval, Timeline, simulate
-from merak_jax.schedules.task import Schedule, ScheduleError, TaskKind
+from merak_jax.schedules.picture import GREY, HATCH, Box, Picture, Words, picture, shortest_task
+from merak_jax.schedules.simulate import Timeline, simulate
+from merak_jax.schedules.task import Schedule, ScheduleError
 from merak_jax.schedules.tick_table import TickTable
 
-
-class _Look(NamedTuple):
-    fill: str
-    ink: str
-    words: str
-
-
-# From light to dark, so that the kinds also differ in grey.
-_LOOKS = {
-    TaskKind.F: _Look("#d3e7f8", "#10243a", "F forward"),
-    TaskKind.R: _Look("#f0b43c", "#2b1d00", "R recompute"),
-    TaskKind.BI: _Look("#3f9c73", "#ffffff", "Bi backward, input gradient"),
-    TaskKind.B: _Look("#2d5f9e", "#ffffff", "B backward"),
-    TaskKind.W: _Look("#5c2352", "#ffffff", "W backward, weight gradient"),
-}
-_GREY, _HATCH, _LINE, _INK = "#f4f4f4", "#c9c9c9", "#8a8a8a", "#222222"
 _FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
+Drawable = Schedule | TickTable | Timeline
 
-def draw(
-    schedule: Schedule | TickTable,
-    path: str | Path,
-    *,
-    forward: float = 1.0,
-    backward: float = 2.0,
-    recompute: float = 0.0,
-) -> None:
+
+def draw(schedule: Drawable | Sequence[Drawable], path: str | Path, **costs: Any) -> None:
     """Write a picture of one step: stages as rows, time to the right, each task a box with its microbatch.
 
-    A TickTable is drawn as it runs: hatched boxes are parts of a tick in which a stage idles.
+    A TickTable is drawn as it runs: hatched boxes are parts of a tick in which a stage idles. The critical path has a red
+    outline; below, each stage's microbatches in flight. Several schedules are drawn below each other, on one time axis.
 
     Args:
       schedule: what to draw.
-      path: ends in `.svg`, or in `.png` where matplotlib is installed.
-      forward: time of one F; the unit is yours, only the ratios show.
-      backward: time of one B.
-      recompute: time of one R, or of the R that each B of a TickTable begins with.
+      path: ends in `.svg`, in `.png` where matplotlib is installed, or in `.json`: a trace for Perfetto or chrome://tracing, with
+        one unit of time as a microsecond.
+      costs: as of `simulate`.
 
     Raises:
       ScheduleError: another suffix, a cost that is not positive, or a schedule that cannot run.
       ImportError: `.png` without matplotlib.
     """
     path = Path(path)
-    timeline = simulate(schedule, forward=forward, backward=backward, recompute=recompute)
+    timelines = [_timeline(s, costs) for s in ([schedule] if isinstance(schedule, Drawable) else schedule)]
+    if not timelines:
+        raise ScheduleError("there is no schedule to draw")
     if path.suffix == ".svg":
-        path.write_text("\n".join(_svg(timeline)) + "\n", encoding="utf-8")
+        path.write_text("\n".join(_svg(picture(timelines))) + "\n", encoding="utf-8")
     elif path.suffix == ".png":
-        _png(timeline, path)
+        _png(picture(timelines), path)
+    elif path.suffix == ".json":
+        path.write_text(
+            json.dumps({"traceEvents": list(_events(timelines)), "displayTimeUnit": "ms"}), encoding="utf-8"
+        )
     else:
-        raise ScheduleError(f"cannot draw to {str(path)!r}: the file name must end in .svg or .png")
+        raise ScheduleError(f"cannot draw to {str(path)!r}: the file name must end in .svg, .png or .json")
 
 
-def draw_text(
-    schedule: Schedule | TickTable,
-    *,
-    forward: float = 1.0,
-    backward: float = 2.0,
-    recompute: float = 0.0,
-    width: int = 110,
-) -> str:
+def draw_text(schedule: Drawable, *, width: int = 110, **costs: Any) -> str:
     """The timeline for a terminal: `F3` starts the F of microbatch 3, `-` goes on with it, `.` is idle.
 
     Args are `draw`'s; rows longer than `width` characters go on below.
     """
-    timeline = simulate(schedule, forward=forward, backward=backward, recompute=recompute)
-    shortest = min(interval.stop - interval.start for interval in timeline.intervals if interval.task)
+    timeline = _timeline(schedule, costs)
+    shortest = max(shortest_task([timeline]), timeline.makespan / 1500)
     longest_label = max(len(str(interval.task)) for interval in timeline.intervals if interval.task)
     columns_per_time = (longest_label + 1) / shortest
 
@@ -99,182 +81,111 @@ def draw_text(
     return "\n".join(lines[:-1])
 
 
-class _Layout:
-    """Pixels of a timeline: where a time and a stage lie, and how large the whole is."""
-
-    row, gap, left, right, top, legend = 26, 6, 62, 16, 44, 30
-
-    def __init__(self, timeline: Timeline):
-        shortest = min(interval.stop - interval.start for interval in timeline.intervals if interval.task)
-        # Two digits fit into 17 pixels; short timelines are stretched to the width of a title.
-        self.per_time = max(17.0 / shortest, min(48.0 / shortest, 700.0 / timeline.makespan))
-        self.axis = self.top + timeline.num_stages * (self.row + self.gap)
-        legend = sum(self.legend_entry(words) for _, words in _legend(timeline))
-        self.width = self.left + max(timeline.makespan * self.per_time, legend) + self.right
-        self.height = self.axis + 26 + self.legend
-
-    @staticmethod
-    def legend_entry(words: str) -> float:
-        return 44 + 6.3 * len(words)
-
-    def x(self, time: float) -> float:
-        return round(self.left + time * self.per_time, 2)
-
-    def y(self, stage: int) -> float:
-        return self.top + stage * (self.row + self.gap)
+def _timeline(schedule: Drawable, costs: dict[str, Any]) -> Timeline:
+    return schedule if isinstance(schedule, Timeline) else simulate(schedule, **costs)
 
 
-def _title(timeline: Timeline) -> str:
-    return (
-        f"{timeline.name}   P={timeline.num_stages}   M={timeline.num_microbatches}   "
-        f"makespan {timeline.makespan:g}   bubble {100 * timeline.bubble_share:.1f} %"
-    )
-
-
-def _legend(timeline: Timeline) -> list[tuple[TaskKind | None, str]]:
-    entries: list[tuple[TaskKind | None, str]] = [(kind, _LOOKS[kind].words) for kind in timeline.kinds()]
-    if any(interval.task is None for interval in timeline.intervals):
-        entries.append((None, "idle in a tick"))
-    return entries
-
-
-def _axis_times(timeline: Timeline) -> list[float]:
-    """Round times to mark on the axis, at most about a dozen, and the makespan."""
-    step = 1.0
-    while timeline.makespan / step > 12:
-        step *= 2.5 if f"{step:g}".startswith("2") else 2
-    while timeline.makespan / step < 2:
-        step /= 10
-    times = [step * count for count in range(int(timeline.makespan / step) + 1)]
-    return [time for time in times if timeline.makespan - time > 0.5 * step] + [timeline.makespan]
-
-
-def _svg(timeline: Timeline) -> Iterator[str]:
-    layout = _Layout(timeline)
-    width, height = f"{layout.width:g}", f"{layout.height:g}"
+def _svg(drawn: Picture) -> Iterator[str]:
+    width, height = f"{drawn.width:g}", f"{drawn.height:g}"
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="{_FONT}" font-size="11">'
     )
     yield (
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{_GREY}"/>'
-        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{_HATCH}" stroke-width="1.5"/></pattern></defs>'
+        f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{GREY}"/>'
+        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{HATCH}" stroke-width="1.5"/></pattern></defs>'
     )
-    yield f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
-    yield (
-        f'<text x="{layout.left}" y="24" font-size="14" font-weight="bold" fill="{_INK}" '
-        f'xml:space="preserve">{escape(_title(timeline))}</text>'
-    )
-    for stage in range(timeline.num_stages):
-        x, y = layout.left - 8, layout.y(stage) + layout.row / 2 + 4
-        yield f'<text x="{x}" y="{y:g}" text-anchor="end" fill="{_INK}">stage {stage}</text>'
-        yield _svg_box(layout, layout.y(stage), 0, timeline.makespan, _GREY, "none") + "/>"
-    for interval in timeline.intervals:
-        yield _svg_interval(layout, interval)
-    for time in _axis_times(timeline):
-        mark = layout.x(time)
-        yield f'<path d="M{mark:g} {layout.axis}v5" stroke="{_LINE}"/>'
-        yield f'<text x="{mark:g}" y="{layout.axis + 17}" text-anchor="middle" fill="{_INK}">{time:g}</text>'
-    legend_x, legend_y = float(layout.left), layout.axis + 30
-    for kind, words in _legend(timeline):
-        fill = _LOOKS[kind].fill if kind else "url(#idle)"
-        yield f'<rect x="{legend_x:g}" y="{legend_y}" width="18" height="14" fill="{fill}" stroke="{_LINE}"/>'
-        yield f'<text x="{legend_x + 24:g}" y="{legend_y + 11}" fill="{_INK}">{words}</text>'
-        legend_x += layout.legend_entry(words)
+    for shape in drawn.shapes:
+        yield _svg_box(shape) if isinstance(shape, Box) else _svg_words(shape)
     yield "</svg>"
 
 
-def _svg_box(layout: _Layout, y: float, start: float, stop: float, fill: str, line: str) -> str:
-    x = layout.x(start)
+def _svg_box(box: Box) -> str:
+    fill = "url(#idle)" if box.hatched else box.fill
+    text = (
+        f'<rect x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{box.height:g}" fill="{fill}" '
+        f'stroke="{box.line}" stroke-width="{box.line_width:g}"'
+    )
+    if box.fill == "none":
+        text += ' pointer-events="none"'
+    return text + (f"><title>{box.title}</title></rect>" if box.title else "/>")
+
+
+def _svg_words(words: Words) -> str:
+    more = f' font-size="{words.size:g}"' if words.size != 11 else ""
+    more += ' font-weight="bold"' if words.bold else ""
+    more += f' text-anchor="{words.anchor}"' if words.anchor != "start" else ""
     return (
-        f'<rect x="{x:g}" y="{y:g}" width="{layout.x(stop) - x:g}" height="{layout.row}" '
-        f'fill="{fill}" stroke="{line}" stroke-width="0.8"'
+        f'<text x="{words.x:g}" y="{words.y:g}" fill="{words.colour}"{more} pointer-events="none" xml:space="preserve">'
+        f"{escape(''.join(c for c in words.text if c.isprintable()))}</text>"
     )
 
 
-def _svg_interval(layout: _Layout, interval: Interval) -> str:
-    y = layout.y(interval.stage)
-    if interval.task is None:
-        return _svg_box(layout, y, interval.start, interval.stop, "url(#idle)", "none") + "/>"
-    look = _LOOKS[interval.task.kind]
-    middle = (layout.x(interval.start) + layout.x(interval.stop)) / 2
-    hover = f"{interval.task} on stage {interval.stage}, {interval.start:g} to {interval.stop:g}"
-    return (
-        _svg_box(layout, y, interval.start, interval.stop, look.fill, _LINE)
-        + f"><title>{hover}</title></rect>"
-        + f'<text x="{middle:g}" y="{y + layout.row / 2 + 4:g}" text-anchor="middle" fill="{look.ink}" '
-        + f'pointer-events="none">{_number(interval)}</text>'
-    )
-
-
-def _number(interval: Interval) -> str:
-    """The microbatch, with the chunk where it is not the first."""
-    return str(interval.task).lstrip("FRBiW")
-
-
-def _png(timeline: Timeline, path: Path) -> None:
+def _png(drawn: Picture, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch, Rectangle
+        from matplotlib.patches import Rectangle
     except ImportError as error:
         raise ImportError(
             f"drawing {str(path)!r} needs matplotlib: pip install 'merak_jax[plots]', or draw to a .svg file"
         ) from error
-    layout = _Layout(timeline)
     pixels_per_inch, scale = 100, 1.5
-    figure = Figure(figsize=(layout.width / pixels_per_inch, layout.height / pixels_per_inch))
+    figure = Figure(figsize=(drawn.width / pixels_per_inch, drawn.height / pixels_per_inch))
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axes.set(xlim=(0, layout.width), ylim=(layout.height, 0))
+    axes.set(xlim=(0, drawn.width), ylim=(drawn.height, 0))
     axes.set_axis_off()
     points = 72 / pixels_per_inch
-    text: dict[str, Any] = {"fontsize": 11 * points, "color": _INK, "va": "center"}
-    axes.text(layout.left, 20, _title(timeline), **text | {"fontsize": 14 * points, "weight": "bold"})
-
-    def box(stage: int, start: float, stop: float, **look: Any) -> None:
-        x = layout.x(start)
-        axes.add_patch(Rectangle((x, layout.y(stage)), layout.x(stop) - x, layout.row, **look))
-
-    idle: dict[str, Any] = {"facecolor": _GREY, "edgecolor": _HATCH, "hatch": "////", "linewidth": 0.0}
-    for stage in range(timeline.num_stages):
-        middle = layout.y(stage) + layout.row / 2
-        axes.text(layout.left - 8, middle, f"stage {stage}", ha="right", **text)
-        box(stage, 0, timeline.makespan, facecolor=_GREY, edgecolor="none")
-    for interval in timeline.intervals:
-        if interval.task is None:
-            box(interval.stage, interval.start, interval.stop, **idle)
+    for order, shape in enumerate(drawn.shapes):
+        if isinstance(shape, Words):
+            axes.text(
+                shape.x,
+                shape.y,
+                shape.text,
+                color=shape.colour,
+                fontsize=shape.size * points,
+                weight="bold" if shape.bold else "normal",
+                ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
+                va="baseline",
+                zorder=order,
+            )
             continue
-        look = _LOOKS[interval.task.kind]
-        box(
-            interval.stage,
-            interval.start,
-            interval.stop,
-            facecolor=look.fill,
-            edgecolor=_LINE,
-            linewidth=0.8 * points,
-        )
-        x = (layout.x(interval.start) + layout.x(interval.stop)) / 2
-        y = layout.y(interval.stage) + layout.row / 2
-        axes.text(x, y, _number(interval), ha="center", **text | {"color": look.ink})
-    for time in _axis_times(timeline):
-        x = layout.x(time)
-        axes.plot([x, x], [layout.axis, layout.axis + 5], color=_LINE, linewidth=points)
-        axes.text(x, layout.axis + 13, f"{time:g}", ha="center", **text)
-    handles = [
-        Patch(label=words, **(idle if kind is None else {"facecolor": _LOOKS[kind].fill, "edgecolor": _LINE}))
-        for kind, words in _legend(timeline)
-    ]
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(layout.left / layout.width, 0.0),
-        ncols=len(handles),
-        fontsize=11 * points,
-        frameon=False,
-        borderpad=0.0,
-        borderaxespad=0.4,
-        handletextpad=0.5,
-    )
+        look: dict[str, Any] = {
+            "facecolor": shape.fill,
+            "edgecolor": shape.line,
+            "linewidth": shape.line_width * points,
+        }
+        if shape.hatched:
+            look |= {"edgecolor": HATCH, "hatch": "////", "linewidth": 0.0}
+        axes.add_patch(Rectangle((shape.x, shape.y), shape.width, shape.height, zorder=order, **look))
     figure.savefig(path, dpi=pixels_per_inch * scale, facecolor="white")
+
+
+def _events(timelines: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
+    """Trace events: a process per timeline, a thread per stage, and a counter of what is in flight."""
+    for process, timeline in enumerate(timelines):
+        yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": str(timeline)}}
+        for stage in range(timeline.num_stages):
+            place = {"pid": process, "tid": stage}
+            yield {"ph": "M", **place, "name": "thread_name", "args": {"name": f"stage {stage}"}}
+            for time, count in timeline.held(stage):
+                yield {"ph": "C", **place, "ts": time, "name": f"in flight {stage}", "args": {"microbatches": count}}
+        critical = set(timeline.critical)
+        for interval in timeline.intervals:
+            if interval.task:
+                yield {
+                    "ph": "X",
+                    "pid": process,
+                    "tid": interval.stage,
+                    "ts": interval.start,
+                    "dur": interval.stop - interval.start,
+                    "name": str(interval.task),
+                    "cat": str(interval.task.kind),
+                    "args": {
+                        "microbatch": interval.task.microbatch,
+                        "chunk": interval.task.chunk,
+                        "critical": interval in critical,
+                    },
+                }

@@ -1,30 +1,33 @@
-"""Ticks of an evaluation: every stage runs F of microbatch m in tick m + s, and nothing else."""
+"""The schedule of an evaluation: every stage runs F of each microbatch, and nothing else."""
 
-import numpy as np
+from merak_jax.schedules.task import Schedule, Task, TaskKind, require_counts
+from merak_jax.schedules.tick_table import TickTable
+from merak_jax.schedules.ticks import lower
 
-from merak_jax.schedules.tick_table import NONE, TickTable
 
+def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1, folded: bool = False) -> TickTable:
+    """The tick table of a pipeline that only runs forward: M + P - 1 ticks with one chunk.
 
-def forward_only(num_stages: int, num_microbatches: int) -> TickTable:
-    """The tick table of a pipeline that only runs forward: M + P - 1 ticks, one slot, as a stage reads what arrived at once."""
-    num_ticks = num_microbatches + num_stages - 1
-    microbatch = np.arange(num_ticks)[:, None] - np.arange(num_stages)[None, :]
-    forward = np.where((microbatch >= 0) & (microbatch < num_microbatches), microbatch, NONE)
-    slots = np.where(forward == NONE, NONE, 0)
-    arrives = np.concatenate([np.full((num_ticks, 1), NONE), slots[:, :-1]], axis=1)
-    nothing = np.full_like(forward, NONE)
-    return TickTable(
-        name="forward",
-        forward=forward,
-        forward_slot=slots,
-        backward=nothing,
-        backward_slot=nothing,
-        cotangent_slot=nothing,
-        epilogue=forward[:, -1],
-        epilogue_slot=np.full(num_ticks, NONE),
-        receive_forward_slot=arrives,
-        receive_backward_slot=nothing,
-        num_microbatches=num_microbatches,
-        num_stash_slots=1,
-        num_cotangent_slots=0,
-    )
+    With several chunks a stage prefers what is furthest on its way, so that little waits.
+    """
+    require_counts("forward", num_stages, num_microbatches, num_chunks)
+    frame = Schedule("forward", num_stages, num_microbatches, num_chunks, ((),) * num_stages, folded=folded)
+    path = frame.path()
+    # `waiting[place]`: the next microbatch of a place, and how many have arrived.
+    following = dict.fromkeys(path, 0)
+    arrived = dict.fromkeys(path, 0) | {path[0]: num_microbatches}
+    orders: list[list[Task]] = [[] for _ in range(num_stages)]
+    while any(following[place] < num_microbatches for place in path):
+        ran = {}
+        for place in path:
+            if following[place] < arrived[place]:
+                ran[place[0]] = place
+        for stage, place in ran.items():
+            orders[stage].append(Task(TaskKind.F, following[place], place[1]))
+            following[place] += 1
+        for place in ran.values():
+            behind = path.index(place) + 1
+            if behind < len(path):
+                arrived[path[behind]] += 1
+    schedule = Schedule("forward", num_stages, num_microbatches, num_chunks, tuple(map(tuple, orders)), folded=folded)
+    return lower(schedule)

@@ -1,22 +1,28 @@
 """Pictures of schedules: one box for each task, readable numbers, kinds that differ in grey."""
 
+import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from merak_jax.schedules.draw import _LOOKS, draw, draw_text
+from merak_jax.schedules.draw import draw, draw_text
 from merak_jax.schedules.gpipe import gpipe
+from merak_jax.schedules.interleaved import interleaved
+from merak_jax.schedules.merak import shifted_critical_path
 from merak_jax.schedules.one_f_one_b import one_f_one_b
+from merak_jax.schedules.picture import LOOKS
+from merak_jax.schedules.simulate import simulate
 from merak_jax.schedules.task import Schedule, ScheduleError, Task, TaskKind
 from merak_jax.schedules.ticks import lower
+from merak_jax.schedules.zero_bubble import zero_bubble_v
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 TEXT = """\
 eager_1f1b: P=2, M=2, makespan 9, bubble 33.3 %
-s0 F0 F1 .........B0--- B1---
+s0 F0 F1 ......B0--- ...B1---
 s1 ...F0 B0--- F1 B1--- ......"""
 
 
@@ -84,10 +90,10 @@ def test_kinds_differ_in_grey_and_their_numbers_stand_out():
         red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
         return 0.299 * red + 0.587 * green + 0.114 * blue
 
-    assert set(_LOOKS) == set(TaskKind)
-    greys = sorted(grey(look.fill) for look in _LOOKS.values())
+    assert set(LOOKS) == set(TaskKind)
+    greys = sorted(grey(look.fill) for look in LOOKS.values())
     assert min(after - before for before, after in zip(greys, greys[1:])) > 0.1
-    assert all(abs(grey(look.fill) - grey(look.ink)) > 0.4 for look in _LOOKS.values())
+    assert all(abs(grey(look.fill) - grey(look.ink)) > 0.4 for look in LOOKS.values())
 
 
 def test_every_kind_of_task_can_be_drawn(tmp_path):
@@ -111,8 +117,43 @@ def test_a_png_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
         draw(gpipe(1, 1), tmp_path / "timeline.png")
 
 
+def test_the_critical_path_has_no_gap_and_is_as_long_as_the_step():
+    for schedule in (one_f_one_b(4, 8), shifted_critical_path(4, 8), zero_bubble_v(4, 8), interleaved(4, 7)):
+        timeline = simulate(schedule, recompute=1.0, hop=0.25)
+        critical = timeline.critical
+        assert critical[0].start == 0 and critical[-1].stop == timeline.makespan
+        for before, after in zip(critical, critical[1:]):
+            assert after.start - before.stop == pytest.approx(0.25 if before.stage != after.stage else 0.0)
+
+
+def test_several_schedules_share_an_axis_and_a_legend(tmp_path):
+    draw([one_f_one_b(4, 8), shifted_critical_path(4, 8)], tmp_path / "both.svg", recompute=1.0)
+    words = [element.text for element in ElementTree.parse(tmp_path / "both.svg").iter(f"{SVG}text")]
+    assert words.count("stage 3") == 2 and words.count("critical path") == 1
+    # In flight at the right of each strip: 4 3 2 1, and 4 3 3 1.
+    assert [w for w, before in zip(words[1:], words) if str(before).startswith("held")] == list("43214331")
+
+
+def test_a_chunk_is_a_bar_and_not_in_the_number(tmp_path):
+    draw(interleaved(2, 4), tmp_path / "timeline.svg")
+    titles = boxes(tmp_path / "timeline.svg")
+    words = [element.text for element in ElementTree.parse(tmp_path / "timeline.svg").iter(f"{SVG}text")]
+    assert any(title.startswith("F3.1 on stage 1") for title in titles)
+    assert "bar: later chunk" in words and "3.1" not in words
+
+
+def test_the_trace_holds_every_task_and_what_is_in_flight(tmp_path):
+    draw(lower(shifted_critical_path(4, 8), "switched"), tmp_path / "trace.json", recompute=1.0)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tasks = [e for e in events if e["ph"] == "X"]
+    assert len(tasks) == 4 * 8 * 3 + 3 * 8  # F, Bi, W everywhere, R but on the last stage
+    assert max(e["ts"] + e["dur"] for e in tasks) == 36
+    held = [e["args"]["microbatches"] for e in events if e["ph"] == "C" and e["tid"] == 2]
+    assert max(held) == 3 and held[-1] == 0
+
+
 def test_another_suffix_is_an_error(tmp_path):
-    with pytest.raises(ScheduleError, match=r"must end in \.svg or \.png"):
+    with pytest.raises(ScheduleError, match=r"must end in \.svg, \.png or \.json"):
         draw(gpipe(1, 1), tmp_path / "timeline.pdf")
 
 
@@ -125,3 +166,12 @@ def test_long_text_goes_on_below():
     assert max(map(len, lines)) <= 80
     starts = re.findall(r"[FB]\d+", " ".join(lines[1:]))
     assert len(starts) == 2 * 8 * 32
+
+
+def test_tasks_that_take_no_time_or_hardly_any_leave_a_readable_picture(tmp_path):
+    split = zero_bubble_v(2, 3, recompute=True)
+    for costs in ({"weight_gradient": 0.0}, {"recompute": 1e-7}):
+        draw(split, tmp_path / "a.svg", **costs)
+        root = ElementTree.parse(tmp_path / "a.svg").getroot()
+        assert 100 < float(root.get("width")) < 50_000
+        assert len(draw_text(split, **costs)) < 100_000

@@ -2,27 +2,30 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from merak_jax.schedules.forward_only import forward_only
 from merak_jax.schedules.gpipe import gpipe
+from merak_jax.schedules.interleaved import interleaved
+from merak_jax.schedules.merak import shifted_critical_path
 from merak_jax.schedules.one_f_one_b import one_f_one_b
 from merak_jax.schedules.task import ScheduleError
 from merak_jax.schedules.ticks import NONE, TickTable, check, lower
+from merak_jax.schedules.zero_bubble import zero_bubble_v
 
 TABLES = {
     "eager": lower(one_f_one_b(4, 8, eager=True)),
     "strict": lower(one_f_one_b(3, 4)),
     "gpipe": lower(gpipe(3, 4)),
     "one stage": lower(gpipe(1, 3)),
+    "shifted": lower(shifted_critical_path(3, 4), "switched"),
+    "paired": lower(interleaved(2, 3), "paired"),
+    "zb_v": lower(zero_bubble_v(2, 3)),
+    "evaluation": forward_only(2, 3, 2, True),
 }
-ARRAYS = [
-    field.name
-    for field in dataclasses.fields(TickTable)
-    if isinstance(getattr(TABLES["eager"], field.name), np.ndarray)
-]
+ARRAYS = sorted(TABLES["eager"].arrays())
 
 
 def changed(table: TickTable, **cells: dict) -> TickTable:
@@ -47,7 +50,7 @@ def test_every_change_of_one_cell_is_caught(data):
     name = data.draw(st.sampled_from(ARRAYS))
     values = getattr(table, name)
     where = tuple(data.draw(st.integers(0, size - 1)) for size in values.shape)
-    sizes = [table.num_microbatches, table.num_stash_slots, table.num_cotangent_slots]
+    sizes = [table.num_microbatches, table.num_stash_slots, table.num_cotangent_slots, table.num_saved_slots]
     value = data.draw(st.integers(NONE - 1, max(sizes)).filter(lambda other: other != values[where]))
     with pytest.raises(ScheduleError, match=table.name):
         check(changed(table, **{name: {where: value}}))
@@ -66,15 +69,15 @@ def swapped(name: str, slots: tuple[str, ...], first: tuple, second: tuple) -> d
     ("cells", "message"),
     [
         (
-            swapped("forward", ("forward_slot",), (1, 1), (0, 1)),
+            swapped("forward", ("forward_slot", "forward_chunk"), (1, 1), (0, 1)),
             "tick 0, stage 1: F0 is too early, stage 0 runs F0",
         ),
         (
-            swapped("backward", ("backward_slot", "cotangent_slot"), (6, 0), (5, 0)),
+            swapped("backward", ("backward_slot", "cotangent_slot", "backward_chunk"), (6, 0), (5, 0)),
             "tick 5, stage 0: B0 is too early, stage 1 runs B0 in tick 5 and a hop takes a tick",
         ),
         (
-            swapped("backward", ("backward_slot", "cotangent_slot"), (3, 3), (2, 3)),
+            swapped("backward", ("backward_slot", "cotangent_slot", "backward_chunk"), (3, 3), (2, 3)),
             "tick 2, stage 3: B0 is too early, its F0 is in tick 3",
         ),
         ({"forward": {(0, 0): 1}}, "stage 0: F0 occurs 0 times"),

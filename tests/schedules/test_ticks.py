@@ -6,9 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merak_jax.schedules.gpipe import gpipe
+from merak_jax.schedules.interleaved import interleaved
+from merak_jax.schedules.merak import early_recompute, last_no_recompute, shifted_critical_path
+from merak_jax.schedules.needs import divided
 from merak_jax.schedules.one_f_one_b import one_f_one_b
+from merak_jax.schedules.search import in_flight
+from merak_jax.schedules.simulate import simulate
 from merak_jax.schedules.task import Schedule, ScheduleError, Task, TaskKind
-from merak_jax.schedules.ticks import NONE, Phase, TickTable, check, lower
+from merak_jax.schedules.tick_table import PARTS
+from merak_jax.schedules.ticks import FORMS, NONE, Phase, TickTable, check, lower
+from merak_jax.schedules.zero_bubble import zero_bubble_h1, zero_bubble_v
 
 NUM_STAGES = st.integers(1, 16)
 NUM_MICROBATCHES = st.integers(1, 64)
@@ -98,9 +105,9 @@ def test_eager_1f1b_meets_its_closed_form(num_stages, num_microbatches):
     assert ticks_of(table.backward, num_microbatches) == [
         [microbatch + 2 * last - stage for microbatch in range(num_microbatches)] for stage in range(num_stages)
     ]
-    steady = Phase(last, last + num_microbatches, True, True, True)
-    before = Phase(0, last, True, False, False)
-    after = Phase(last + num_microbatches, 2 * last + num_microbatches, False, False, True)
+    steady = Phase(last, last + num_microbatches, frozenset("FEB"))
+    before = Phase(0, last, frozenset("F"))
+    after = Phase(last + num_microbatches, 2 * last + num_microbatches, frozenset("B"))
     assert table.phases == ((before, steady, after) if last else (steady,))
     assert table.in_flight() == [min(num_microbatches, 2 * (last - stage) + 1) for stage in range(num_stages)]
     assert table.num_stash_slots == min(num_microbatches, 2 * last + 1)
@@ -113,9 +120,9 @@ def test_gpipe_meets_its_closed_form(num_stages, num_microbatches):
     table = lower(gpipe(num_stages, num_microbatches))
     check(table)
     last, half = num_stages - 1, num_stages - 1 + num_microbatches
-    before = Phase(0, last, True, False, False)
-    steady = Phase(last, half, True, True, False)
-    after = Phase(half, 2 * half, False, False, True)
+    before = Phase(0, last, frozenset("F"))
+    steady = Phase(last, half, frozenset("FE"))
+    after = Phase(half, 2 * half, frozenset("B"))
     assert table.phases == ((before, steady, after) if last else (steady, after))
     assert table.num_ticks == 2 * half
     assert table.in_flight() == [num_microbatches] * num_stages
@@ -169,13 +176,71 @@ def test_no_table_uses_more_slots_than_are_held_at_once(schedule):
     assert (table.num_stash_slots, table.num_cotangent_slots) == fewest_slots(table)
 
 
-def test_phases_are_maximal_and_cover_every_tick():
-    table = lower(one_f_one_b(4, 8))
-    assert len(table.phases) > 3
-    assert table.phases[0].start == 0 and table.phases[-1].stop == table.num_ticks
-    for before, after in zip(table.phases, table.phases[1:]):
-        assert before.stop == after.start
-        assert before[2:] != after[2:]
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "make", [one_f_one_b, gpipe, shifted_critical_path, interleaved, zero_bubble_h1, zero_bubble_v]
+)
+def test_phases_cover_every_tick_and_do_not_grow_with_the_microbatches(make, form):
+    counts = []
+    for microbatches in (8, 16, 32):
+        table = lower(make(4, microbatches), form)
+        assert table.phases[0].start == 0 and table.phases[-1].stop == table.num_ticks
+        for before, after in zip(table.phases, table.phases[1:]):
+            assert before.stop == after.start and before.parts != after.parts
+        for phase in table.phases:
+            for part in PARTS:
+                assert part in phase.parts or not table.where(part)[phase.start : phase.stop].any()
+        counts.append(len(table.phases))
+    assert len(set(counts)) == 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 8), st.integers(1, 4), st.sampled_from([0, 1, 3]), st.sampled_from(FORMS))
+def test_every_schedule_lowers_to_checked_tables_that_run_its_tasks(stages, times, more, form):
+    microbatches = stages * times + more
+    for make in (
+        early_recompute,
+        last_no_recompute,
+        shifted_critical_path,
+        interleaved,
+        zero_bubble_h1,
+        zero_bubble_v,
+        lambda p, m: interleaved(p, m, 3),
+    ):
+        if make is shifted_critical_path and microbatches < 4:
+            continue
+        schedule = make(stages, microbatches)
+        table = lower(schedule, form)
+        check(table)
+        expected = divided(schedule) if form == "switched" else schedule
+        for stage, order in enumerate(expected.orders):
+            ran = table.order(stage)
+            assert sorted(map(str, ran)) == sorted(map(str, order))
+            if form != "paired":
+                assert ran == order
+        if form == "switched":
+            assert table.in_flight() == in_flight(schedule)
+
+
+def test_paired_eager_1f1b_runs_B_one_tick_later():
+    for stages, microbatches in ((2, 4), (4, 8), (4, 4)):
+        schedule = one_f_one_b(stages, microbatches, eager=True)
+        merged, paired = lower(schedule), lower(schedule, "paired")
+        check(paired)
+        assert [phase.num_ticks for phase in paired.phases if "F" in phase.parts and "B" in phase.parts] == [
+            microbatches - 1
+        ]
+        assert paired.num_ticks == merged.num_ticks + 1
+        assert paired.makespan(1.0, 2.0) == merged.makespan(1.0, 2.0)
+        assert paired.in_flight() == [min(microbatches, n + 1) for n in merged.in_flight()]
+
+
+def test_switched_ticks_run_merak_s_shifted_order_with_its_microbatches_in_flight():
+    table = lower(shifted_critical_path(4, 8), "switched")
+    assert table.in_flight() == [4, 3, 3, 1]
+    # Of equal tasks: a hop costs one of them, as B is divided.
+    assert simulate(table, recompute=1.0).makespan == 36
+    assert simulate(divided(shifted_critical_path(4, 8)), recompute=1.0).makespan == 36
 
 
 def test_tables_are_read_only_int32():
@@ -195,19 +260,21 @@ def test_stages_that_wait_for_each_other_are_an_error_that_names_both():
         lower(Schedule("stuck", 2, 2, 1, orders))
 
 
-F0, B0, R0 = (Task(kind, 0) for kind in (TaskKind.F, TaskKind.B, TaskKind.R))
+F0, B0, BI0, R0 = (Task(kind, 0) for kind in (TaskKind.F, TaskKind.B, TaskKind.BI, TaskKind.R))
 
 
 @pytest.mark.parametrize(
     ("schedule", "form", "message"),
     [
-        (Schedule("mine", 1, 1, 1, ((F0,),)), "merged", "stage 0: B0 occurs 0 times"),
+        (Schedule("mine", 2, 1, 1, ((F0, B0), (F0,))), "merged", "stage 1: B0 occurs 0 times"),
         (Schedule("mine", 1, 1, 1, ((F0, F0, B0),)), "merged", "stage 0: F0 occurs 2 times"),
-        (Schedule("mine", 1, 1, 1, ((F0, R0, B0),)), "merged", "run F and B only, not R0"),
-        (Schedule("mine", 1, 1, 2, ((F0, B0),)), "merged", "has 2 chunks"),
+        (Schedule("mine", 1, 1, 1, ((F0, R0, B0),), keeps=(0,)), "merged", "R0 occurs 1 times; the stage keeps"),
+        (Schedule("mine", 1, 1, 1, ((F0, B0, R0),)), "switched", "B0 comes before R0"),
+        (Schedule("mine", 1, 1, 1, ((F0, BI0),)), "switched", "Bi0 1, W0 0"),
+        (Schedule("mine", 1, 1, 2, ((F0, B0),)), "merged", "F0.1 occurs 0 times"),
         (Schedule("mine", 1, 1, 1, ((F0, B0),)), "spiral", "form 'spiral'; known: 'merged'"),
     ],
 )
-def test_what_merged_ticks_cannot_run_is_an_error(schedule, form, message):
+def test_what_cannot_run_is_an_error(schedule, form, message):
     with pytest.raises(ScheduleError, match=message):
         lower(schedule, form)
