@@ -18,11 +18,14 @@ from merak_jax.mesh import check_mesh, make_mesh
 from merak_jax.objects.call import ObjectStep, read_all
 from merak_jax.objects.graph import holds_objects
 from merak_jax.planning.describe import describe
-from merak_jax.planning.plan import SCHEDULES, Plan, make_table
+from merak_jax.planning.plan import Plan
 from merak_jax.runtime.build import build
 from merak_jax.runtime.initialise import initialise
 from merak_jax.runtime.program import StepProgram
 from merak_jax.runtime.state import DeferredState, PackedState, StateLayout, shapes_key
+from merak_jax.schedules.registry import choose, make_table
+from merak_jax.schedules.task import ScheduleError
+from merak_jax.schedules.tick_table import TickTable
 from merak_jax.tracing.matching import ProgramsDifferError, merge
 from merak_jax.tracing.microbatch import rows_to_trace
 from merak_jax.tracing.step import abstract, batch_rows, python_random_state, source_of, static_arguments, trace, unwrap
@@ -48,6 +51,8 @@ def parallelize(
     num_microbatches: int | None = None,
     batch_argnums: int | Sequence[int] = 1,
     schedule: str = "auto",
+    form: str = "auto",
+    num_chunks: int | None = None,
     remat: str = "auto",
     overlap: str = "auto",
     zero: str | int = "auto",
@@ -71,8 +76,12 @@ def parallelize(
       mesh: from `merak_jax.make_mesh`; by default all devices along `data`.
       num_microbatches: M; the batch must divide by M times the size of `data`. By default the pipe size (1 without stages).
       batch_argnums: which arguments are batches. With nnx objects the default is the one argument that can be.
-      schedule: "1f1b" or "gpipe"; "auto" is "1f1b".
-      plan: take mesh sizes, microbatches and schedule from an earlier plan.
+      schedule: "1f1b", "gpipe", "early_recompute", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1", "zb_v",
+        "search" or a name given to `merak_jax.register_schedule`; "auto" is "1f1b".
+      form: what a stage does in one tick: "merged" (an F and then a B), "paired" (the same, independent of each other) or
+        "switched" (one of F, R, Bi, W); "auto" is what suits the schedule.
+      num_chunks: chunks of the model that each stage holds, for "interleaved" and "search" (there 2 by default; "zb_v" has 2).
+      plan: take mesh sizes, microbatches, schedule, form and chunks from an earlier plan, where they are not given.
       semantics: "full_batch", the numbers of the unwrapped step, proved; or "per_microbatch": every microbatch of every data
         shard is a batch of its own, as for batch normalization or contrastive losses that couple rows. Then loss, gradients and
         real-valued auxiliary outputs are the means over microbatches, integer ones that depend on the batch or its size the sums
@@ -88,6 +97,8 @@ def parallelize(
         num_microbatches=num_microbatches,
         batch_argnums=batch_argnums,
         schedule=schedule,
+        form=form,
+        num_chunks=num_chunks,
         remat=remat,
         overlap=overlap,
         zero=zero,
@@ -111,11 +122,11 @@ def parallelize(
             raise PlanError(f"plan must be a merak_jax Plan, got {type(plan).__name__}; Plan.from_json reads one")
         mesh = make_mesh(data=plan.data, pipe=plan.pipe, tensor=plan.tensor) if mesh is None else mesh
         num_microbatches = plan.num_microbatches if num_microbatches is None else num_microbatches
-        schedule = plan.schedule if schedule == "auto" else schedule
+        if schedule == "auto" and plan.schedule != "forward":
+            schedule = plan.schedule
+            form = plan.form if form == "auto" else form
+            num_chunks = plan.num_chunks if num_chunks is None else num_chunks
     mesh = make_mesh(data=len(jax.devices())) if mesh is None else check_mesh(mesh)
-    schedule = "1f1b" if schedule == "auto" else schedule
-    if schedule not in SCHEDULES:
-        raise PlanError(f"schedule={schedule!r} is unknown; choose one of {sorted(SCHEDULES)}")
     if num_microbatches is None:
         num_microbatches = mesh.shape["pipe"]
     if (
@@ -124,6 +135,12 @@ def parallelize(
         or num_microbatches < 1
     ):
         raise PlanError(f"num_microbatches={num_microbatches!r} must be a positive integer")
+    schedule = "1f1b" if schedule == "auto" else schedule
+    try:
+        form, num_chunks = choose(schedule, form, num_chunks)
+        table = make_table(schedule, form, num_chunks, mesh.shape["pipe"], int(num_microbatches))
+    except ScheduleError as error:
+        raise PlanError(str(error)) from None
     if semantics not in ("full_batch", "per_microbatch"):
         raise PlanError(f"semantics={semantics!r} is unknown; choose 'full_batch' or 'per_microbatch'")
     argnums = tuple(batch_argnums) if isinstance(batch_argnums, Sequence) else (batch_argnums,)
@@ -132,7 +149,8 @@ def parallelize(
             f"batch_argnums={batch_argnums!r} must be the position of the batch among the train step's arguments, counted from 0, "
             "or a sequence of positions"
         )
-    return ParallelStep(train_step, mesh, int(num_microbatches), argnums, schedule, donate, semantics)
+    chosen = (schedule, form, num_chunks)
+    return ParallelStep(train_step, mesh, int(num_microbatches), argnums, chosen, table, donate, semantics)
 
 
 class ParallelStep:
@@ -144,7 +162,8 @@ class ParallelStep:
         mesh: Mesh,
         num_microbatches: int,
         batch_argnums: tuple[int, ...],
-        schedule: str,
+        schedule: tuple[str, str, int],
+        table: TickTable,
         donate: bool,
         semantics: str,
     ):
@@ -152,7 +171,7 @@ class ParallelStep:
         self._train_step, self._static = unwrap(train_step), static_arguments(train_step)
         self.mesh = mesh
         self._num_microbatches, self._batch_argnums = num_microbatches, batch_argnums
-        self._schedule, self._donate, self._semantics = schedule, donate, semantics
+        self._schedule, self._table, self._donate, self._semantics = schedule, table, donate, semantics
         self._runners: dict[Any, _Runner] = {}
         self._latest: _Runner | None = None
         self._objects = ObjectStep(self._train_step, batch_argnums, functools.partial(_Runner, self))
@@ -330,7 +349,7 @@ class _Runner:
             rows=rows,
             mesh=self.mesh,
             num_microbatches=step._num_microbatches,
-            make_table=functools.partial(make_table, step._schedule),
+            table=step._table,
             packable=packable,
             semantics=step._semantics,
             given={n: layout for n, layout in stored.items() if layout.mesh == self.mesh and full.is_evaluation},
@@ -356,7 +375,7 @@ class _Runner:
                 self.program = build_from(wide)
             except (ProgramsDifferError, TraceError):
                 raise NotSeparableError(str(error)) from None
-        self.plan = describe(self.program, "forward" if full.is_evaluation else step._schedule, step._num_microbatches)
+        self.plan = describe(self.program, None if full.is_evaluation else step._schedule, step._num_microbatches)
         self.layouts = self.program.layouts
         self.others = [n for n in range(len(shapes)) if n not in self.layouts]
         platform = self.mesh.devices.flat[0].platform

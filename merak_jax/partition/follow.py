@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jax.extend import core as jex_core
 
 from merak_jax.partition.dimension_rules import ELEMENTWISE, RULES, elementwise, unknown
-from merak_jax.partition.dimensions import Dimensions, Value
+from merak_jax.partition.dimensions import CARRY, Dimensions, Value
 
 # Primitives whose output is its operand in another shape or dtype: their gradients are summed as one.
 _SAME_VALUE = frozenset("convert_element_type copy copy_p name reshape squeeze transpose".split())
@@ -34,6 +34,18 @@ def follow_dimensions(jaxpr, origins: Sequence[int]) -> Dimensions:
     return found
 
 
+def opaque_dimensions(eqn) -> tuple[list[list[int]], list[list[int]]]:
+    """Per operand and per output of one equation: the dimensions along which it cannot work in shards."""
+    found = Dimensions()
+    operands = [found.new_value(a.aval, CARRY) for a in eqn.invars]
+    outs = _equation(found, eqn, operands)
+
+    def opaque(value: Value) -> list[int]:
+        return [d for d, n in enumerate(value.nodes) if n is not None and found.classes.opaque_reason(n)]
+
+    return [opaque(v) for v in operands], [opaque(v) for v in outs]
+
+
 def _walk(found: Dimensions, jaxpr, args, top: bool = False) -> list[Value]:
     # A fresh environment per call: the same inner jaxpr object may be called from several places.
     env = dict(zip(jaxpr.invars, args, strict=True))
@@ -43,23 +55,25 @@ def _walk(found: Dimensions, jaxpr, args, top: bool = False) -> list[Value]:
         return found.new_value(atom.aval, 0) if isinstance(atom, jex_core.Literal) else env[atom]
 
     for index, eqn in enumerate(jaxpr.eqns):
-        name = eqn.primitive.name
-        operands = [read(a) for a in eqn.invars]
-        inner = _inner(eqn) if name in _CALLS else None
-        if inner is not None:
-            outs = _walk(found, inner, operands)
-        elif name == "scan":
-            outs = _scan(found, eqn, operands)
-        else:
-            origin = _origin(operands)
-            source = operands[0].source if name in _SAME_VALUE else None
-            outs = [found.new_value(v.aval, origin, source) for v in eqn.outvars]
-            rule = elementwise if name in ELEMENTWISE else RULES.get(name, unknown)
-            rule(found, eqn, operands, outs)
-        if top and name == "dot_general":
+        outs = _equation(found, eqn, [read(a) for a in eqn.invars])
+        if top and eqn.primitive.name == "dot_general":
             found.product_outputs[index] = outs[0]
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _equation(found: Dimensions, eqn, operands: list[Value]) -> list[Value]:
+    name = eqn.primitive.name
+    inner = _inner(eqn) if name in _CALLS else None
+    if inner is not None:
+        return _walk(found, inner, operands)
+    if name == "scan":
+        return _scan(found, eqn, operands)
+    source = operands[0].source if name in _SAME_VALUE else None
+    outs = [found.new_value(v.aval, _origin(operands), source) for v in eqn.outvars]
+    rule = elementwise if name in ELEMENTWISE else RULES.get(name, unknown)
+    rule(found, eqn, operands, outs)
+    return outs
 
 
 def _origin(operands: Sequence[Value]) -> int:

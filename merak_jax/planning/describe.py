@@ -15,8 +15,8 @@ from merak_jax.runtime.program import StepProgram
 from merak_jax.runtime.state import StateLayout
 
 
-def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan:
-    """The plan of a step for the shapes it was traced with."""
+def describe(program: StepProgram, schedule: tuple[str, str, int] | None, num_microbatches: int) -> Plan:
+    """The plan of a step for the shapes it was traced with. `schedule`: its name, form and chunks; None for an evaluation."""
     traced, graph, mesh = program.traced, program.loss.found, program.pipeline.mesh
     chain = graph.chain
     carry = sum(_bytes(a) for a in graph.carry_avals) if graph.chains else 0
@@ -26,14 +26,20 @@ def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan
         sum(_bytes(v.aval) // (tensor if "tensor" in next(specs) else 1) for v in c.lane_prepare.outvars)
         for c in graph.chains
     ]
-    if program.table is not None:
-        held = [int(n) for n in program.table.in_flight()]
-        counts = list(zip(*(layout.counts for layout in program.chain_layouts)))
+    table = program.table
+    if table is not None:
+        held = [int(n) for n in table.in_flight()]
+        counts = list(zip(*(layout.per_stage for layout in program.chain_layouts)))
         constant = stashed_once(graph.chains) if program.pipeline.differentiated else [True] * len(graph.carry_avals)
-        depth = max(map(sum, counts))
-        stash = program.table.num_stash_slots * sum(
+        depth = int(np.sum([layout.visits[..., 1] for layout in program.chain_layouts], axis=0).max())
+        stash = table.num_stash_slots * sum(
             _bytes(a) * (1 if same else depth) for a, same in zip(graph.carry_avals, constant)
         )
+        for layout, derivative in zip(program.chain_layouts, program.pipeline.derivatives):
+            # What R or F keeps for B, and Bi for W, of every block of a visit.
+            kept = table.num_residual_slots * sum(_bytes(v.aval) for v in derivative.residual_vars)
+            kept += table.num_saved_slots * sum(_bytes(v.aval) for v in derivative.saved_vars)
+            stash += kept * int(layout.visits[..., 1].max())
     else:
         held, counts, stash = [1], [tuple(c.length for c in graph.chains)], 0
     # What stands between two chains is no block.
@@ -46,13 +52,15 @@ def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan
         _stored_bytes(layout, number) for layout in program.layouts.values() for number in range(len(layout.specs))
     )
     splits, others = _parameter_lines(program)
+    folded = table is not None and table.folded
+    name, form, num_chunks = schedule or ("forward", "merged", 1 if table is None else table.num_chunks)
     return Plan(
         data=mesh.shape["data"],
         pipe=mesh.shape["pipe"],
         tensor=mesh.shape["tensor"],
         num_microbatches=num_microbatches,
         rows=traced.rows,
-        schedule=schedule,
+        schedule=name,
         chain=str(graph),
         block_source=chain.source if chain is not None else "",
         stages=stages,
@@ -60,6 +68,9 @@ def describe(program: StepProgram, schedule: str, num_microbatches: int) -> Plan
         state_bytes=state_bytes,
         tensor_splits=splits,
         other_leaves=others,
+        form=form,
+        num_chunks=num_chunks,
+        folded=folded,
     )
 
 

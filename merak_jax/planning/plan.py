@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 from typing import Any
 
 from merak_jax.schedules.forward_only import forward_only
-from merak_jax.schedules.gpipe import gpipe
-from merak_jax.schedules.one_f_one_b import one_f_one_b
-from merak_jax.schedules.ticks import TickTable, lower
-
-SCHEDULES = {"1f1b": lambda stages, microbatches: one_f_one_b(stages, microbatches, eager=True), "gpipe": gpipe}
+from merak_jax.schedules.registry import make_table
+from merak_jax.schedules.simulate import Timeline, simulate
+from merak_jax.schedules.tick_table import TickTable
 
 # Forward, backward and recompute of a block, in units of its forward.
 FORWARD, BACKWARD, RECOMPUTE = 1.0, 2.0, 1.0
@@ -20,7 +19,11 @@ FORWARD, BACKWARD, RECOMPUTE = 1.0, 2.0, 1.0
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """One stage: its blocks, the bytes of its parameters on one device, and the most microbatches it holds at once."""
+    """One stage: its blocks, the bytes of its parameters on one device, and the most microbatches (times chunks) it holds at once.
+
+    `stash_bytes`: of inputs of blocks, residuals, and what Bi leaves for W. All stages have buffers of one size, as large as the
+    stage with most needs them; what a block keeps is counted whole, also where it is split over `tensor`.
+    """
 
     blocks: int
     parameter_bytes: int
@@ -30,7 +33,11 @@ class StagePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a train step is laid out on a mesh. Sizes in bytes are per device; rows are rows of the batch."""
+    """How a train step is laid out on a mesh. Sizes in bytes are per device; rows are rows of the batch.
+
+    `schedule`, `form`, `num_chunks`: as asked for (`table` has the chunks of an own one); the schedule "forward" is an
+    evaluation, `folded` says how its chunks go.
+    """
 
     data: int
     pipe: int
@@ -45,17 +52,26 @@ class Plan:
     state_bytes: int
     tensor_splits: tuple[str, ...]
     other_leaves: tuple[str, ...]
+    form: str = "merged"
+    num_chunks: int = 1
+    folded: bool = False
 
-    @property
+    @functools.cached_property
     def table(self) -> TickTable:
         """The ticks that run: with one stage, one F and one B per microbatch."""
-        return make_table(self.schedule, self.pipe, self.num_microbatches)
+        if self.schedule == "forward":
+            return forward_only(self.pipe, self.num_microbatches, self.num_chunks, self.folded)
+        return make_table(self.schedule, self.form, self.num_chunks, self.pipe, self.num_microbatches)
 
     @property
     def bubble_share(self) -> float:
         """Share of the time that a stage idles, blocks taken as equal and B as recompute plus two forwards."""
-        backward = 0.0 if self.schedule == "forward" else BACKWARD + (RECOMPUTE if self.pipe > 1 else 0.0)
-        return float(self.table.bubble_share(FORWARD, backward))
+        return self._timeline.bubble_share
+
+    @functools.cached_property
+    def _timeline(self) -> Timeline:
+        recompute = RECOMPUTE if self.pipe > 1 else 0.0
+        return simulate(self.table, forward=FORWARD, backward=BACKWARD, recompute=recompute)
 
     def draw(self, path: str, **options: Any) -> str:
         """Write the timeline as SVG or PNG, by the ending of `path`; returns the path."""
@@ -84,6 +100,13 @@ class Plan:
             fields[name] = tuple(fields[name])
         return cls(**fields)
 
+    def _details(self) -> str:
+        if self.pipe == 1 or self.schedule == "forward":
+            return ""
+        chunks = self.table.num_chunks
+        found = f" ({self.table.name})" if self.schedule == "search" else ""
+        return f"{found} in {self.form} ticks" + (f", {chunks} chunks per stage" if chunks > 1 else "")
+
     def __str__(self) -> str:
         from rich.console import Console
         from rich.table import Table
@@ -91,7 +114,7 @@ class Plan:
         rows = self.rows // (self.data * self.num_microbatches)
         title = (
             f"plan: data {self.data} · pipe {self.pipe} · tensor {self.tensor}, {self.num_microbatches} microbatches "
-            f"of {rows} rows, {self.schedule}\n"
+            f"of {rows} rows, {self.schedule}{self._details()}\n"
         )
         table = Table()
         for name in ("stage", "blocks", "parameters", "in flight", "stash"):
@@ -112,13 +135,6 @@ class Plan:
         lines += [f"split over tensor: {line}" for line in self.tensor_splits]
         lines += [f"other parameter: {line}" for line in self.other_leaves]
         return title + out.getvalue() + "\n".join(lines)
-
-
-def make_table(schedule: str, stages: int, microbatches: int) -> TickTable:
-    """The tick table of a schedule by name; "forward" is that of an evaluation."""
-    if schedule == "forward":
-        return forward_only(stages, microbatches)
-    return lower(SCHEDULES[schedule](stages, microbatches))
 
 
 def _size(number: float) -> str:

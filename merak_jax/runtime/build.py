@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh
 
@@ -36,7 +38,7 @@ def build(
     rows: int,
     mesh: Mesh,
     num_microbatches: int,
-    make_table: Callable[[int, int], TickTable],
+    table: TickTable,
     packable: Sequence[int],
     given: Mapping[int, StateLayout],
     semantics: str,
@@ -57,8 +59,16 @@ def build(
             f"{full.equation.params['source']}; use pipe=1, or make at least two layers equal"
         )
     program = loss.graph.program
-    counts = balanced_counts([flops(c.body) for c in chains], [c.length for c in chains], stages)
-    chain_layouts = [LaneLayout(n) for n in counts]
+    num_chunks, folded = _chunks_as_stored(known, table)
+    counts = balanced_counts([flops(c.body) for c in chains], [c.length for c in chains], stages * num_chunks)
+    chain_layouts = [LaneLayout(n, num_chunks, folded) for n in counts]
+    empty = num_chunks * stages - np.count_nonzero(np.sum(counts, axis=0)) if num_chunks > 1 and chains else 0
+    if empty and not full.is_evaluation:
+        warnings.warn(
+            f"{sum(c.length for c in chains)} blocks on {stages} stages with {num_chunks} chunks each leave {empty} chunks "
+            "empty, and their ticks go by without work; take fewer chunks, fewer stages or another schedule",
+            stacklevel=2,
+        )
     operands = full.equation.invars
 
     def outer(var: Var):
@@ -103,16 +113,15 @@ def build(
     update = Rerolled(step, {**groups.lanes, **gradient_groups}, {**groups.stacks, **gradient_stacks}, names)
     layouts = groups.layouts(full, mesh, shardings.stored, stored)
     shared, shared_gradient, lane_gradient = wanted_gradients(loss, full.num_loss_constants)
-    table = None
-    if stages > 1:
-        table = (forward_only if full.is_evaluation else make_table)(stages, num_microbatches)
+    if full.is_evaluation:
+        table = forward_only(stages, num_microbatches, num_chunks, folded)
     whole = full.rows == rows
     pipeline = Pipeline(
         graph=loss.graph,
         layouts=tuple(chain_layouts),
         mesh=mesh,
         num_microbatches=num_microbatches,
-        table=table,
+        table=table if stages > 1 else None,
         rows=full.rows,
         rows_status=tuple(loss.rows_status[v] for v in loss.graph.rows_inputs),
         output_status=tuple(output_status(loss, n, whole) for n in loss.graph.epilogue_outputs),
@@ -122,13 +131,13 @@ def build(
         lane_gradient=lane_gradient,
         lane_specs=shardings.lane_operands if stages > 1 else (),
         differentiated=not full.is_evaluation,
-    )
+    ).with_derivatives()
     return StepProgram(
         full,
         loss,
         layouts,
         tuple(chain_layouts),
-        table,
+        table if stages > 1 else None,
         pipeline,
         shardings,
         update,
@@ -154,6 +163,17 @@ def _why_no_chain(graph: BlockGraph) -> str:
             f"{_compat.source_line(rules[1])} or with other constants: give it what differs between layers as an argument"
         )
     return f"no chain of equal blocks was found among {len(program.eqns)} equations{where}"
+
+
+def _chunks_as_stored(known: StateGroups, table: TickTable) -> tuple[int, bool]:
+    """`(chunks per stage, whether they go forth and back)`: as the state is stored already, else as the ticks want them."""
+    found = {(layout.num_chunks, layout.folded) for layout in [*known.lanes.values(), *known.stacks.values()]}
+    if len(found) > 1:
+        raise PlanError(
+            "the states of this evaluation were stored by train steps with different chunks per stage "
+            f"({sorted(found)}: chunks, whether they go forth and back); pass `unshard(state)` of one of them"
+        )
+    return next(iter(found), (table.num_chunks, table.folded))
 
 
 def _as_stored(loss: LossProgram, layouts: Sequence[LaneLayout], known: StateGroups, outer) -> list[LaneLayout]:

@@ -74,6 +74,10 @@ class Run:
         context = jax.sharding.get_abstract_mesh()
         return lax.with_sharding_constraint(value, NamedSharding(self.p.mesh if context.empty else context, spec))
 
+    def whole(self, values) -> list[Any]:
+        """Values whole on every device, gathered here and not, as the compiler may choose, wherever a tick could read them."""
+        return [v if jax.dtypes.issubdtype(v.dtype, jax.dtypes.extended) else self.constrain(v, P()) for v in values]
+
     def constrain_shared_sums(self, sums):
         """Keep the accumulators of shared gradients split as the shared values are."""
         return [self.constrain(x, spec) for x, spec in zip(sums, select(self.wanted, self.p.shared_specs))]

@@ -12,10 +12,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from merak_jax.partition.blocks import BlockGraph
+from merak_jax.partition.derivative import BlockDerivative
 from merak_jax.partition.lanes import LaneLayout
 from merak_jax.runtime.microbatches import Run
 from merak_jax.runtime.rows import rows_back, rows_first
-from merak_jax.runtime.stage import merge, select
+from merak_jax.runtime.stage import is_differentiable, merge, select
 from merak_jax.runtime.tick_run import TickRun
 from merak_jax.schedules.ticks import TickTable
 from merak_jax.tracing.microbatch import Batched, Partial, Shared
@@ -49,6 +50,24 @@ class Pipeline:
     lane_gradient: tuple[bool, ...]
     lane_specs: tuple[PartitionSpec, ...]
     differentiated: bool = True
+    derivatives: tuple[BlockDerivative, ...] = ()
+
+    def with_derivatives(self) -> Pipeline:
+        """The same with the derivatives of its blocks, where its ticks need them.
+
+        They are traced here, outside of any mesh: made while the step is traced, their constants would belong to its mesh.
+        """
+        table = self.table
+        if table is None or not (table.num_residual_slots or table.num_saved_slots):
+            return self
+        wanted = {v for v, yes in zip(self.shared, self.shared_gradient) if yes}
+        feed = iter(self.lane_gradient)
+        found = []
+        for chain in self.graph.chains:
+            floats = [is_differentiable(aval) for aval in self.graph.carry_avals]
+            lanes = [next(feed) for _ in chain.lane_prepare.outvars]
+            found.append(BlockDerivative.of(chain, floats, lanes, [v in wanted for v in chain.shared]))
+        return dataclasses.replace(self, derivatives=tuple(found))
 
     def __call__(self, lanes: Sequence[Any], shared: Sequence[Any], batch: Sequence[Any]):
         """`(outputs of the epilogue over the whole batch, lane gradients, shared gradients)`.

@@ -77,6 +77,32 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(make_jaxpr(new_constvars, invars, outvars, eqns), consts)
 
 
+def opened(program: Jaxpr) -> Jaxpr:
+    """The program with what stands in remats in their place."""
+    while any(eqn.primitive.name in REMAT for eqn in program.eqns):
+        rename: dict[Var, Var | Literal] = {}
+        eqns: list[JaxprEqn] = []
+
+        def read(atom, rename=rename):
+            return rename.get(atom, atom) if isinstance(atom, Var) else atom
+
+        for eqn in program.eqns:
+            eqn = eqn.replace(invars=[read(a) for a in eqn.invars])
+            if eqn.primitive.name not in REMAT:
+                eqns.append(eqn)
+                continue
+            inner = eqn.params["jaxpr"]
+            own: dict[Var, Var | Literal] = dict(zip(inner.invars, eqn.invars))
+            for e in inner.eqns:
+                outvars = [_compat.new_var(v.aval) for v in e.outvars]
+                invars = [own.get(a, a) if isinstance(a, Var) else a for a in e.invars]
+                eqns.append(e.replace(invars=invars, outvars=outvars))
+                own.update(zip(e.outvars, outvars))
+            rename.update((v, own.get(a, a) if isinstance(a, Var) else a) for v, a in zip(eqn.outvars, inner.outvars))
+        program = make_jaxpr(program.constvars, program.invars, [read(a) for a in program.outvars], eqns)
+    return program
+
+
 def _flat_inside(eqn: JaxprEqn) -> JaxprEqn:
     """The equation with the programs in its parameters flattened."""
 

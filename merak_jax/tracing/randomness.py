@@ -159,9 +159,12 @@ def has_rows(key_dtype: Any) -> bool:
 
 def warn_about_keys(key_dtype: Any, place: str) -> None:
     """Say once per line that draws are not those of one device."""
+    threefry = str(key_dtype) == "key<fry>"
+    what = "with jax_threefry_partitionable=False" if threefry else f"with keys of type {key_dtype}"
+    way_out = "that option's default, True, gives those" if threefry else "threefry keys (the default) give those"
     warnings.warn(
-        f"draws with keys of type {key_dtype} can't be cut into the rows of microbatches: each microbatch draws with its own "
-        f"key, so that the numbers are as random but not those of one device; threefry keys (the default) give those. {place}",
+        f"draws {what} can't be cut into the rows of microbatches: each microbatch draws with its own key, so that the numbers "
+        f"are as random but not those of one device; {way_out}. {place}",
         RandomKeyWarning,
         stacklevel=2,
     )

@@ -44,6 +44,28 @@ def test_blocks_stand_in_order_stage_after_stage(counts):
     assert layout.is_full == (len(set(counts)) == 1)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(2, 3), st.booleans(), st.data())
+def test_chunks_stand_on_their_stages_and_lose_no_block(stages, chunks, folded, data):
+    counts = tuple(
+        data.draw(st.lists(st.integers(0, 3), min_size=stages * chunks, max_size=stages * chunks).filter(any))
+    )
+    layout = LaneLayout(counts, chunks, folded)
+    values = values_for(layout, (2,))
+    packed = layout.pack(values)
+    np.testing.assert_array_equal(layout.unpack_stack(packed), np.stack(values))
+    np.testing.assert_array_equal(np.asarray(packed)[~layout.valid], 0)
+    assert sum(layout.per_stage) == layout.num_lanes and len(set(layout.places)) == layout.num_lanes
+    # Along the path, visit after visit, the blocks are those of the model in order.
+    along = []
+    for chunk in range(chunks):
+        for s in range(stages):
+            stage = stages - 1 - s if folded and chunk % 2 else s
+            first, count = layout.visits[stage, chunk]
+            along += [(stage, first + i) for i in range(count)]
+    assert tuple(along) == layout.places
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 30), st.integers(1, 8))
 def test_even_counts_differ_by_at_most_one_and_lose_no_block(blocks, stages):

@@ -84,3 +84,5 @@ def test_keys_whose_draws_have_no_rows_warn_once_and_draw_per_microbatch():
 
     with pytest.warns(RandomKeyWarning, match="test_microbatch_draws.py"):
         split(loss, W, X, (jax.random.key(3, impl="rbg"),))
+    with jax.threefry_partitionable(False), pytest.warns(RandomKeyWarning, match="jax_threefry_partitionable=False"):
+        split(loss, W, X, (jax.random.key(3),))
