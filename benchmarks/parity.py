@@ -2,8 +2,8 @@
 
 By default, the table of models: rows are models and train steps, columns are meshes (data·pipe·tensor) and numbers of
 microbatches M, a cell is the largest relative difference. `--full` is the product of all options of one GPT-2, `--grid` a part
-of it. A cell passes if metrics, raw gradients and the state after three steps are at the bar of its precision; for GPT-2 there
-is also `through_sgd`, the parameters after one SGD step with those gradients.
+of it, `--schedules` has every schedule. A cell passes if metrics, raw gradients and the state after three steps are at the bar of
+its precision; for GPT-2 there is also `through_sgd`, the parameters after one SGD step with those gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import parity_cells, parity_gpt2, parity_models  # noqa: E402
+from benchmarks import parity_cells, parity_gpt2, parity_models, parity_schedules  # noqa: E402
 
 EXAMPLE = """examples:
   python benchmarks/parity.py --workers 2
@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="one GPT-2: every mesh x microbatches x depth x layers x head once; schedule, mask and optimizer take turns",
     )
     suite.add_argument("--full", action="store_true", help="one GPT-2: the product of all these options")
+    suite.add_argument("--schedules", action="store_true", help="one GPT-2: every schedule in every form of ticks")
     parser.add_argument("--only", metavar="SUBSTRING", help="only cells whose name contains this")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N cells")
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random")
@@ -86,6 +87,8 @@ def main() -> int:
 
 def suite_of(options: argparse.Namespace) -> ModuleType:
     """The module with the cells that the options ask for."""
+    if options.schedules:
+        return parity_schedules
     return parity_gpt2 if options.grid or options.full else parity_models
 
 
@@ -94,7 +97,7 @@ def choose(options: argparse.Namespace) -> list:
     import numpy as np
 
     suite = suite_of(options)
-    cells = parity_gpt2.cells(options.grid) if suite is parity_gpt2 else parity_models.cells()
+    cells = parity_gpt2.cells(options.grid) if suite is parity_gpt2 else suite.cells()
     cells = [cell for cell in cells if options.only is None or options.only in str(cell)]
     if options.sample is not None:
         # In the order drawn: a run that stops early has seen a bit of everything.

@@ -77,15 +77,20 @@ def text_of(result: dict | None) -> str:
 
 def report(results: list[dict], total: int, worst: dict) -> None:
     """One table per precision: rows are models and train steps, columns meshes (data·pipe·tensor) and microbatches."""
+    print_tables("model and train step", table(results), results, total)
+
+
+def print_tables(heading: str, tables: dict[str, dict[str, dict[str, dict]]], results: list[dict], total: int) -> None:
+    """A table of rows and columns for each precision, then how many cells there are."""
     from rich.console import Console
     from rich.table import Table
 
     # A row is one line, also where the output is no terminal.
     console = Console(width=max(Console().width, 132))
-    for precision, rows in table(results).items():
-        names = list(dict.fromkeys(column({"mesh": c.mesh, "num_microbatches": c.num_microbatches}) for c in cells()))
+    for precision, rows in tables.items():
+        names = list(dict.fromkeys(name for line in rows.values() for name in line))
         output = Table(title=f"largest relative difference to one device, {precision}")
-        output.add_column("model and train step", no_wrap=True)
+        output.add_column(heading, no_wrap=True)
         for name in names:
             output.add_column(name.replace(" ", "\n"), justify="right")
         for row, line in rows.items():

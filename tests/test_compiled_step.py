@@ -30,7 +30,7 @@ def mesh_of(data, pipe, tensor):
     return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=jax.devices()[: data * pipe * tensor])
 
 
-def make(mesh, layers=8, num_microbatches=4, rows=1):
+def make(mesh, layers=8, num_microbatches=4, rows=1, **options):
     """`(step, make_state, batch, calls)`; `rows`: of a microbatch on a device; `calls` grows when the step is traced."""
     model = GPT2(GPT2Config(vocab_size=VOCABULARY, max_length=LENGTH, num_layers=layers, num_heads=4, width=WIDTH))
     calls = []
@@ -54,7 +54,8 @@ def make(mesh, layers=8, num_microbatches=4, rows=1):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCABULARY, (2, count, LENGTH)).astype(np.int32)
     batch = {"tokens": tokens[0], "targets": tokens[1], "mask": np.ones((count, LENGTH), np.float32)}
-    return merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=num_microbatches), make_state, batch, calls
+    step = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=num_microbatches, **options)
+    return step, make_state, batch, calls
 
 
 class Compiled:
@@ -108,6 +109,18 @@ def test_temporary_bytes_do_not_grow_with_microbatches():
     batch_bytes = 64 * LENGTH * 4 * 3
     assert few.memory.temp_size_in_bytes > batch_bytes
     assert many.memory.temp_size_in_bytes <= few.memory.temp_size_in_bytes + 4 * batch_bytes
+
+
+def test_switched_ticks_compile_to_one_loop_of_constant_size():
+    few, many = (compiled(schedule="shifted_critical_path", num_microbatches=count) for count in (4, 16))
+    assert many.program.num_instructions == pytest.approx(few.program.num_instructions, rel=0.05)
+    batch_bytes = 16 * LENGTH * 4 * 3
+    # Two stages hold as many of 4 microbatches as of 16.
+    assert many.memory.temp_size_in_bytes <= few.memory.temp_size_in_bytes + 4 * batch_bytes
+    assert many.memory.alias_size_in_bytes >= 0.95 * many.state_bytes
+    inside = [c for c in many.program.collectives if c.loops]
+    assert {c.kind for c in inside} >= {"all-reduce", "collective-permute"}
+    assert [c.text for c in inside if c.largest > CARRY_BYTES] == []
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])

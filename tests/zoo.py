@@ -13,6 +13,8 @@ import jax
 from flax import nnx
 
 import merak_jax
+from merak_jax.schedules.registry import SCHEDULES
+from merak_jax.schedules.ticks import FORMS
 from tests import zoo_models as models
 from tests import zoo_steps as steps
 from tests.helper import STEPS, Differences, Run, differences, raw_gradients, run_on_mesh, run_on_one_device
@@ -88,15 +90,24 @@ class ZooCell:
     mesh: tuple[int, int, int]
     num_microbatches: int
     precision: str = "float64"
+    schedule: str = "auto"
+    form: str = "auto"
+    num_chunks: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.row}, {'x'.join(map(str, self.mesh))}, M={self.num_microbatches}, {self.precision}"
+        name = f"{self.row}, {'x'.join(map(str, self.mesh))}, M={self.num_microbatches}, {self.precision}"
+        return name if self.schedule == "auto" else f"{name}, {self.schedule_name}, {self.form}"
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule, with its chunks where they were chosen."""
+        return self.schedule + (f" V={self.num_chunks}" if self.num_chunks else "")
 
     @property
     def rows(self) -> int:
-        """B: 16; in bfloat16 as few as possible, at least 4, since every further row adds rounding noise."""
+        """B: 16, or 14 where M is 7; in bfloat16 as few as possible, at least 4, since every further row adds rounding noise."""
         step = self.mesh[0] * self.num_microbatches
-        return step * math.ceil(4 / step) if self.precision == "bfloat16" else 16
+        return step * math.ceil(4 / step) if self.precision == "bfloat16" else 16 // step * step
 
     @property
     def steps(self) -> int:
@@ -114,6 +125,24 @@ def all_cells() -> list[ZooCell]:
     ]
 
 
+# What stages do is tried on this model, which has two blocks for each chunk of four stages with two.
+DEEP = _row("GPT-2, eight layers", models.gpt2_task, num_layers=8)
+SCHEDULE_MESHES = ((1, 4, 1), (2, 2, 2), (1, 4, 2))
+SCHEDULE_MICROBATCHES = (4, 7, 8)
+CHUNKS = {"interleaved": (1, 2, 3), "search": (1, 2)}
+
+
+def schedule_cells() -> list[ZooCell]:
+    """Every schedule in every form of ticks, on three meshes with three numbers of microbatches."""
+    return [
+        ZooCell(DEEP.name, mesh, count, "float64", name, form, chunks)
+        for name in SCHEDULES
+        for chunks in CHUNKS.get(name, (None,))
+        for form in FORMS
+        for mesh, count in itertools.product(SCHEDULE_MESHES, SCHEDULE_MICROBATCHES)
+    ]
+
+
 def reference(cell: ZooCell) -> Run:
     """The single-device run of a cell; cells of one row and precision share it."""
     return _reference(cell.row, cell.precision, cell.rows, cell.steps)
@@ -122,7 +151,13 @@ def reference(cell: ZooCell) -> Run:
 def parallel(cell: ZooCell) -> Run:
     """The parallel run of a cell."""
     setting = _setting(cell.row, cell.precision)
-    options = {"mesh": mesh_of(*cell.mesh), "num_microbatches": cell.num_microbatches}
+    options = {
+        "mesh": mesh_of(*cell.mesh),
+        "num_microbatches": cell.num_microbatches,
+        "schedule": cell.schedule,
+        "form": cell.form,
+        "num_chunks": cell.num_chunks,
+    }
     make_batch = functools.partial(setting.make_batch, rows=cell.rows)
     if setting.objects:
         return _run_objects(merak_jax.parallelize(setting.train_step, **options), setting, make_batch, cell.steps)
@@ -150,7 +185,7 @@ def check(cell: ZooCell) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _setting(name: str, precision: str) -> Setting:
-    setting = ROWS[name].build(precision)
+    setting = (DEEP if name == DEEP.name else ROWS[name]).build(precision)
     # Adam's first step has one size for all gradients: in bfloat16 it would turn the noise of small ones into steps.
     return dataclasses.replace(setting, optimizer=steps.SGD) if precision == "bfloat16" else setting
 

@@ -1,0 +1,35 @@
+"""The parity table of schedules: one GPT-2 by every schedule in every form of ticks, on three meshes."""
+
+from __future__ import annotations
+
+from benchmarks.parity_models import KINDS, column, largest, measurer, print_tables, share
+
+__all__ = ["KINDS", "cells", "measurer", "report", "share", "summary"]
+
+
+def cells() -> list:
+    """All cells of the table, in float64."""
+    from tests.zoo import schedule_cells
+
+    return schedule_cells()
+
+
+def table(results: list[dict]) -> dict[str, dict[str, dict]]:
+    """The results by row (schedule and form) and column, in the order of `cells`."""
+    measured = {result["cell"]: result for result in results}
+    found: dict[str, dict[str, dict]] = {}
+    for cell in cells():
+        if str(cell) in measured:
+            heading = column({"mesh": cell.mesh, "num_microbatches": cell.num_microbatches})
+            found.setdefault(f"{cell.schedule_name}, {cell.form}", {})[heading] = measured[str(cell)]
+    return found
+
+
+def summary(results: list[dict]) -> dict:
+    """What the JSON document says beside the cells: the table, with the largest relative difference of each cell."""
+    return {"table": {row: {name: largest(r) for name, r in line.items()} for row, line in table(results).items()}}
+
+
+def report(results: list[dict], total: int, worst: dict) -> None:
+    """One table: rows are schedules and forms of ticks, columns meshes (data·pipe·tensor) and microbatches."""
+    print_tables("schedule, ticks", {"float64": table(results)}, results, total)
