@@ -77,18 +77,18 @@ def text_of(result: dict | None) -> str:
 
 def report(results: list[dict], total: int, worst: dict) -> None:
     """One table per precision: rows are models and train steps, columns meshes (data·pipe·tensor) and microbatches."""
-    print_tables("model and train step", table(results), results, total)
+    print_tables("model and train step", table(results), cells(), results, total)
 
 
-def print_tables(heading: str, tables: dict[str, dict[str, dict[str, dict]]], results: list[dict], total: int) -> None:
-    """A table of rows and columns for each precision, then how many cells there are."""
+def print_tables(heading: str, tables: dict[str, dict], cells: list, results: list[dict], total: int) -> None:
+    """A table of rows for each precision, with all columns that `cells` have, then how many cells there are."""
     from rich.console import Console
     from rich.table import Table
 
     # A row is one line, also where the output is no terminal.
     console = Console(width=max(Console().width, 132))
+    names = list(dict.fromkeys(column({"mesh": c.mesh, "num_microbatches": c.num_microbatches}) for c in cells))
     for precision, rows in tables.items():
-        names = list(dict.fromkeys(name for line in rows.values() for name in line))
         output = Table(title=f"largest relative difference to one device, {precision}")
         output.add_column(heading, no_wrap=True)
         for name in names:

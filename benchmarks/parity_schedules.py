@@ -32,4 +32,4 @@ def summary(results: list[dict]) -> dict:
 
 def report(results: list[dict], total: int, worst: dict) -> None:
     """One table: rows are schedules and forms of ticks, columns meshes (data·pipe·tensor) and microbatches."""
-    print_tables("schedule, ticks", {"float64": table(results)}, results, total)
+    print_tables("schedule, ticks", {"float64": table(results)}, cells(), results, total)
