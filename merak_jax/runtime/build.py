@@ -26,7 +26,7 @@ from merak_jax.runtime.reroll import Rerolled
 from merak_jax.runtime.sharding import choose_shardings
 from merak_jax.runtime.state import StateLayout, leaf_paths
 from merak_jax.schedules.forward_only import forward_only
-from merak_jax.schedules.ticks import TickTable
+from merak_jax.schedules.tick_table import TickTable
 from merak_jax.tracing.jaxprs import make_jaxpr
 from merak_jax.tracing.step import TracedStep
 

@@ -18,7 +18,7 @@ from merak_jax.runtime.microbatches import Run
 from merak_jax.runtime.rows import rows_back, rows_first
 from merak_jax.runtime.stage import is_differentiable, merge, select
 from merak_jax.runtime.tick_run import TickRun
-from merak_jax.schedules.ticks import TickTable
+from merak_jax.schedules.tick_table import TickTable
 from merak_jax.tracing.microbatch import Batched, Partial, Shared
 
 P = PartitionSpec

@@ -18,7 +18,7 @@ from merak_jax.runtime.reroll import Rerolled
 from merak_jax.runtime.sharding import Shardings
 from merak_jax.runtime.stage import is_differentiable, merge, select
 from merak_jax.runtime.state import StateLayout
-from merak_jax.schedules.ticks import TickTable
+from merak_jax.schedules.tick_table import TickTable
 from merak_jax.tracing.jaxprs import evaluate
 from merak_jax.tracing.microbatch import Batched
 from merak_jax.tracing.step import TracedStep
