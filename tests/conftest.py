@@ -4,6 +4,7 @@ import gc
 
 import jax
 import pytest
+from hypothesis import settings
 
 import merak_jax
 
@@ -12,6 +13,9 @@ jax.config.update("jax_enable_x64", True)
 # Nearly all the time of the suite is XLA's, to compile. Without most optimisations of the machine code it takes two thirds;
 # programs, partitioning and collectives stay what they are, and so do all bars.
 jax.config.update("jax_disable_most_optimizations", True)
+# Property tests draw the same examples in every run; `--hypothesis-profile=default` draws others.
+settings.register_profile("reproducible", deadline=None, database=None, derandomize=True)
+settings.load_profile("reproducible")
 
 
 @pytest.fixture(scope="module")

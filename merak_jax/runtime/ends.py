@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from merak_jax.runtime.stage import Given, merge, put, select, take
+from merak_jax.runtime.stage import merge, put, select, take
 
 if TYPE_CHECKING:
     from merak_jax.runtime.tick_run import TickRun
@@ -57,16 +57,6 @@ class Ends:
                 turn = lax.axis_index("pipe") == (0 if step > 0 else stages - 1)
                 found[way] = [jnp.where(turn, x, moved) for x, moved in zip(values, found[way])]
         return found
-
-    def _visit(self, chunk):
-        """Per stage the visit of a chunk: int `[P, chains, 2]`, no blocks where the chunk is negative."""
-        visits = jnp.asarray(self.run.visits)
-        own = visits[jnp.arange(self.run.stages), jnp.maximum(chunk, 0)]
-        return jnp.where((chunk >= 0)[:, None, None], own, jnp.zeros_like(own))
-
-    def _given(self, run: TickRun, lanes, task) -> Given:
-        side = run.side(run.microbatch(jnp.maximum(task["m"], 0)))
-        return Given(lanes, run.values(self.stage.shared), side, task["visit"])
 
     def _only_if(self, name: str, wanted, function, *operands):
         """`function(*operands)`, and zeros in the ticks that do not need it."""

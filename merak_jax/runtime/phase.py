@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from merak_jax.runtime.ends import Ends, only, store
-from merak_jax.runtime.stage import NO_POOL, Pool, take
+from merak_jax.runtime.stage import NO_POOL, Given, Pool, take
 
 if TYPE_CHECKING:
     from merak_jax.runtime.tick_run import TickRun
@@ -127,6 +127,16 @@ class Phase(Ends):
             self._store_epilogue(state, cotangent, column)
         if "B" in self.parts:
             self._prologue_backward(state, column, result["first"])
+
+    def _visit(self, chunk):
+        """Per stage the visit of a chunk: int `[P, chains, 2]`, no blocks where the chunk is negative."""
+        visits = jnp.asarray(self.run.visits)
+        own = visits[jnp.arange(self.run.stages), jnp.maximum(chunk, 0)]
+        return jnp.where((chunk >= 0)[:, None, None], own, jnp.zeros_like(own))
+
+    def _given(self, run: TickRun, lanes, task) -> Given:
+        side = run.side(run.microbatch(jnp.maximum(task["m"], 0)))
+        return Given(lanes, run.values(self.stage.shared), side, task["visit"])
 
     # Buffers: those that some tasks read, and those that they change.
 

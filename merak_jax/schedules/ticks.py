@@ -52,11 +52,11 @@ def lower(schedule: Schedule, form: str = "merged") -> TickTable:
     if form == "switched":
         schedule = divided(schedule)
     shares = (True, False) if form == "merged" else (form == "paired",)
-    layouts = [_Allocation(schedule, _Placement(schedule, share, form).run(), form).run() for share in shares]
+    layouts = [_Allocation(schedule, _Timing(schedule, share, form).run(), form).run() for share in shares]
     return min(layouts, key=lambda table: (table.makespan(**_NOMINAL_COSTS), len(table.phases), table.num_ticks))
 
 
-class _Placement:
+class _Timing:
     """Gives each task the earliest tick that its list, its neighbours and the form allow."""
 
     def __init__(self, schedule: Schedule, share_ticks: bool, form: str):
