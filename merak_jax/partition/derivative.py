@@ -11,8 +11,29 @@ import jax
 from jax.extend.core import Jaxpr, Var
 
 from merak_jax.partition.chain import Chain
+from merak_jax.partition.rings import without_repeats
+from merak_jax.partition.splits import WHOLE, BlockLayout, Splits, follow_splits
 from merak_jax.tracing.inline import inline, opened
 from merak_jax.tracing.jaxprs import Atom, constants_to_inputs, defining_equations, evaluate, slice_program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockForward:
+    """A block that is only run forward: `forward` maps `[*constants, *operands]` to the next carry."""
+
+    forward: Jaxpr
+    num_carry: int
+    constants: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, chain: Chain) -> BlockForward:
+        """The forward of a chain's block."""
+        return cls(opened(chain.body), chain.num_carry)
+
+    def splits(self, layout: BlockLayout) -> Splits:
+        """Where its values are over `tensor`."""
+        places, tokens = layout.inputs(len(self.forward.invars), self.num_carry)
+        return follow_splits(self.forward, places, tokens, layout)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,10 +42,12 @@ class BlockDerivative:
 
     All slices read `operands` (carry, lanes, shared, rows of `Chain.body`) and what is named:
 
+    - `forward`: `-> carry`;
     - `keep`: `-> [*carry, *residuals]`, a forward that keeps what its backward will read;
     - `recompute`: `-> residuals`;
     - `backward`: `[*residuals, *cotangent] -> [*carry cotangent, *lane gradients, *shared gradients]`;
     - `input_gradient`: `[*residuals, *cotangent] -> [*carry cotangent, *saved]`;
+    - `pull_back`, `pull_input`: `backward` and `input_gradient` that make the residuals again: `cotangent -> ...`;
     - `weight_gradient`: `saved -> [*lane gradients, *shared gradients]`.
 
     Residuals are what the forward makes of the carry or of the rows and the backward reads. What depends on parameters only is
@@ -64,6 +87,7 @@ class BlockDerivative:
             return [*out, *pull(list(cotangents))[0]]
 
         jaxpr, constants = constants_to_inputs(inline(jax.make_jaxpr(whole)(operands, cotangents)))
+        jaxpr = without_repeats(jaxpr)
         first = len(constants)
         rows = jaxpr.invars[first + len(operands) - len(chain.rows) : first + len(operands)]
         return cls(
@@ -81,14 +105,28 @@ class BlockDerivative:
         return list(self.whole.invars[: self.num_constants + self.num_operands])
 
     @functools.cached_property
-    def _cotangents(self) -> list[Var]:
+    def cotangents(self) -> list[Var]:
         return list(self.whole.invars[self.num_constants + self.num_operands :])
 
     @functools.cached_property
-    def _outputs(self) -> tuple[list[Atom], list[Atom], list[Atom]]:
+    def outputs(self) -> tuple[list[Atom], list[Atom], list[Atom]]:
         """The next carry; the cotangent of the carry; the gradients of lanes and shared values."""
         out, n = list(self.whole.outvars), self.num_carry
         return out[:n], out[n : n + self.num_cotangents], out[n + self.num_cotangents :]
+
+    def splits(self, layout: BlockLayout, floats: Sequence[bool], local: Sequence[bool]) -> Splits:
+        """Where its values are over `tensor`. `local`: of which gradients every device may keep its own part."""
+        first = self.num_constants
+        places, tokens = layout.inputs(self.num_operands, self.num_carry)
+        cotangents = [n for n, yes in enumerate(floats) if yes]
+        return follow_splits(
+            self.whole,
+            [*[WHOLE] * first, *places, *(places[n] for n in cotangents)],
+            [*[None] * first, *tokens, *(tokens[n] for n in cotangents)],
+            layout,
+            kept={*self.residual_vars, *self.saved_vars},
+            gradients={v for v, yes in zip(self.outputs[2], local, strict=True) if yes and isinstance(v, Var)},
+        )
 
     def _reached(self, starts: Iterable[Var]) -> set[Var]:
         """All variables that depend on `starts`, themselves included."""
@@ -118,19 +156,19 @@ class BlockDerivative:
     @functools.cached_property
     def residual_vars(self) -> list[Var]:
         """What the forward keeps for the backward."""
-        backward, forward = self._reached(self._cotangents), self._reached(self.kept_inputs)
+        backward, forward = self._reached(self.cotangents), self._reached(self.kept_inputs)
 
         def stops(var: Var) -> bool:
             return var not in backward and var in forward and not _is_key(var)
 
-        _, inputs, weights = self._outputs
+        _, inputs, weights = self.outputs
         return self._frontier([*inputs, *weights], stops)
 
     @functools.cached_property
     def saved_vars(self) -> list[Var]:
         """What Bi leaves for W: residuals and cotangents that gradients of parameters are made of."""
-        residuals, cotangents = set(self.residual_vars), set(self._cotangents)
-        _, inputs, weights = self._outputs
+        residuals, cotangents = set(self.residual_vars), set(self.cotangents)
+        _, inputs, weights = self.outputs
         early = slice_program(self.whole.eqns, [*self._operands, *residuals, *cotangents], inputs)
         made = {v for eqn in early.eqns for v in eqn.outvars} & self._reached(cotangents)
         return self._frontier(weights, lambda v: v in residuals or v in cotangents or v in made)
@@ -139,8 +177,12 @@ class BlockDerivative:
         return slice_program(self.whole.eqns, [*self._operands, *more], outputs)
 
     @functools.cached_property
+    def forward(self) -> Jaxpr:
+        return self._slice([], self.outputs[0])
+
+    @functools.cached_property
     def keep(self) -> Jaxpr:
-        return self._slice([], [*self._outputs[0], *self.residual_vars])
+        return self._slice([], [*self.outputs[0], *self.residual_vars])
 
     @functools.cached_property
     def recompute(self) -> Jaxpr:
@@ -148,17 +190,27 @@ class BlockDerivative:
 
     @functools.cached_property
     def backward(self) -> Jaxpr:
-        _, inputs, weights = self._outputs
-        return self._slice([*self.residual_vars, *self._cotangents], [*inputs, *weights])
+        _, inputs, weights = self.outputs
+        return self._slice([*self.residual_vars, *self.cotangents], [*inputs, *weights])
 
     @functools.cached_property
     def input_gradient(self) -> Jaxpr:
-        _, inputs, _ = self._outputs
-        return self._slice([*self.residual_vars, *self._cotangents], [*inputs, *self.saved_vars])
+        _, inputs, _ = self.outputs
+        return self._slice([*self.residual_vars, *self.cotangents], [*inputs, *self.saved_vars])
+
+    @functools.cached_property
+    def pull_back(self) -> Jaxpr:
+        _, inputs, weights = self.outputs
+        return self._slice(self.cotangents, [*inputs, *weights])
+
+    @functools.cached_property
+    def pull_input(self) -> Jaxpr:
+        _, inputs, _ = self.outputs
+        return self._slice(self.cotangents, [*inputs, *self.saved_vars])
 
     @functools.cached_property
     def weight_gradient(self) -> Jaxpr:
-        return self._slice(self.saved_vars, self._outputs[2])
+        return self._slice(self.saved_vars, self.outputs[2])
 
 
 def _is_key(var: Var) -> bool:

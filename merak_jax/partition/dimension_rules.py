@@ -17,6 +17,9 @@ ELEMENTWISE = frozenset(
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta""".split()
 )
 
+# What makes its result from nothing, wherever it is wanted.
+FRESH = frozenset({"iota", "random_bits", "random_rows", "random_microbatch"})
+
 
 def _through(eqn) -> str:
     return f"goes through `{eqn.primitive.name}`"
@@ -78,8 +81,8 @@ def _reshape(found: Dimensions, eqn, operands, outs) -> None:
         found.unite(operand, out, [(sources[0], targets[0])])
         for value, dims in ((operand, sources), (out, targets)):
             major = value.shape[dims[0]]
-            found.companions += [(value.nodes[dims[0]], value.nodes[d]) for d in dims[1:]]
-            found.mark(value, dims[1:], f"reshaped together with a dimension of {major} in front of it")
+            found.companions += [(value.nodes[dims[0]], value.nodes[d], i) for i, d in enumerate(dims[1:], start=1)]
+            found.mark(value, dims[1:], f"reshaped together with a dimension of {major} in front of it", minor=True)
 
 
 def _reshape_groups(before, after) -> list[tuple[list[int], list[int]]]:
@@ -116,7 +119,7 @@ def _dot_general(found: Dimensions, eqn, operands, outs) -> None:
         found.unite(value, out, [(d, start + i) for i, d in enumerate(dims)])
 
     flops = 2 * math.prod(out.shape) * math.prod(lhs.shape[d] for d in lhs_contract) * found.times
-    found.products.append(Product(lhs, rhs, out, flops))
+    found.products.append(Product(lhs, rhs, out, tuple(lhs.nodes[d] for d in lhs_contract), flops))
     for d in lhs_contract:
         found.add_sum(out, lhs.nodes[d], "forward", of_product=True)
     # The gradient of one operand contracts over the free dimensions of the other.
@@ -224,6 +227,5 @@ RULES: dict[str, Callable] = {
     **{"reduce_" + name: _reduce for name in ("sum", "max", "min", "prod", "and", "or", "xor")},
     **{"cum" + name: _along("axis") for name in ("sum", "max", "min", "prod", "logsumexp")},
     **{name: _windows for name in ("slice", "dynamic_slice", "dynamic_update_slice", "pad")},
-    "iota": _fresh,
-    **dict.fromkeys(("random_bits", "random_rows", "random_microbatch"), _fresh),
+    **dict.fromkeys(FRESH, _fresh),
 }

@@ -26,6 +26,7 @@ class Classes:
         self._parent: list[int] = []
         self.sizes: list[int] = []
         self._opaque: dict[int, str] = {}
+        self._only_minor: set[int] = set()
 
     def new(self, size: int) -> int | None:
         """Make a node for a dimension of `size` elements."""
@@ -48,18 +49,33 @@ class Classes:
             return
         first, second = sorted((self.find(a), self.find(b)))
         if first != second:
+            only_minor = all(n in self._only_minor or n not in self._opaque for n in (first, second))
             self._parent[second] = first
             if second in self._opaque:
                 self._opaque.setdefault(first, self._opaque[second])
+            self._only_minor -= {first, second}
+            if only_minor and first in self._opaque:
+                self._only_minor.add(first)
 
-    def mark_opaque(self, node: int | None, reason: str) -> None:
-        """Say that the class of `node` cannot be split, and why."""
-        if node is not None:
-            self._opaque.setdefault(self.find(node), reason)
+    def mark_opaque(self, node: int | None, reason: str, minor: bool = False) -> None:
+        """Say that the class of `node` cannot be split, and why; `minor`: by itself, as a minor factor of a reshape."""
+        if node is None:
+            return
+        root = self.find(node)
+        if not minor:
+            self._only_minor.discard(root)
+        elif root not in self._opaque:
+            self._only_minor.add(root)
+        self._opaque.setdefault(root, reason)
 
     def opaque_reason(self, node: int) -> str | None:
         """Return why the class of `node` cannot be split, None if it can."""
         return self._opaque.get(self.find(node))
+
+    def is_cut(self, node: int) -> bool:
+        """Whether the class of `node` is opaque for another reason than being a minor factor of reshapes."""
+        root = self.find(node)
+        return root in self._opaque and root not in self._only_minor
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +107,12 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """One dot_general, with its floating-point operations per block."""
+    """One dot_general, with the nodes of `lhs` that it contracts and its floating-point operations per block."""
 
     lhs: Value
     rhs: Value
     out: Value
+    contracted: tuple[int | None, ...]
     flops: int
 
 
@@ -110,6 +127,11 @@ class Sum:
     times: int
     of_product: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes summed, all `times` together."""
+        return self.times * self.value.nbytes
+
 
 @dataclass
 class Dimensions:
@@ -123,8 +145,10 @@ class Dimensions:
     outputs: list[Value] = field(default_factory=list)
     # Position of a top-level dot_general -> its output.
     product_outputs: dict[int, Value] = field(default_factory=dict)
-    # (major, minor) dimensions of one reshape.
-    companions: list[tuple[int, int]] = field(default_factory=list)
+    # (major, minor, place of the minor behind the major) of one reshape.
+    companions: list[tuple[int, int, int]] = field(default_factory=list)
+    # Pairs of dimensions that an equation united.
+    edges: list[tuple[int, int]] = field(default_factory=list)
     times: int = 1
 
     def new_value(self, aval, origin: int, source: int | None = None) -> Value:
@@ -138,14 +162,25 @@ class Dimensions:
     def unite(self, a: Value, b: Value, dims: Sequence[tuple[int, int]]) -> None:
         """Unite dimension i of `a` with dimension j of `b` for each (i, j)."""
         for i, j in dims:
-            self.classes.unite(a.nodes[i], b.nodes[j])
+            first, second = a.nodes[i], b.nodes[j]
+            self.classes.unite(first, second)
+            if first is not None and second is not None:
+                self.edges.append((first, second))
 
-    def mark(self, value: Value, dims, reason: str) -> None:
+    def mark(self, value: Value, dims, reason: str, minor: bool = False) -> None:
         """Mark dimensions of `value` opaque, unless every device can compute all of it and take its part."""
         if not value.origin & (CARRY | PARAMETER):
             return
         for d in dims:
-            self.classes.mark_opaque(value.nodes[d], reason)
+            self.classes.mark_opaque(value.nodes[d], reason, minor)
+
+    def classes_of(self, value: Value) -> list[int]:
+        """Return the class of each dimension of `value` that has more than one element."""
+        return [self.classes.find(n) for n in value.nodes if n is not None]
+
+    def contracted(self, product: Product) -> set[int]:
+        """Return the classes that `product` contracts."""
+        return {self.classes.find(n) for n in product.contracted if n is not None}
 
     def add_sum(self, value: Value, node: int | None, direction: str, of_product: bool) -> None:
         """Record that `value` is a sum over `tensor` if `node` is split."""

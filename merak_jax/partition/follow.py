@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from jax.extend import core as jex_core
 
@@ -34,16 +35,60 @@ def follow_dimensions(jaxpr, origins: Sequence[int]) -> Dimensions:
     return found
 
 
-def opaque_dimensions(eqn) -> tuple[list[list[int]], list[list[int]]]:
-    """Per operand and per output of one equation: the dimensions along which it cannot work in shards."""
+def opaque_dimensions(eqn, grouped: Collection[tuple[int, int]] = ()) -> tuple[list[list[int]], list[list[int]]]:
+    """Per operand and per output of one equation: the dimensions along which it cannot work in shards.
+
+    `grouped`: as in `TensorLayout`; a minor factor of a reshape is none of them where its sizes are among these.
+    """
     found = Dimensions()
     operands = [found.new_value(a.aval, CARRY) for a in eqn.invars]
     outs = _equation(found, eqn, operands)
+    find, sizes = found.classes.find, found.classes.sizes
+    majors: dict[int, set[tuple[int, int]]] = {}
+    for major, minor, _ in found.companions:
+        majors.setdefault(find(minor), set()).add((sizes[major], sizes[minor]))
 
     def opaque(value: Value) -> list[int]:
-        return [d for d, n in enumerate(value.nodes) if n is not None and found.classes.opaque_reason(n)]
+        return [d for d, n in enumerate(value.nodes) if n is not None and is_opaque(n)]
+
+    def is_opaque(node: int) -> bool:
+        if found.classes.opaque_reason(node) is None or found.classes.is_cut(node):
+            return found.classes.is_cut(node)
+        return not majors[find(node)] <= set(grouped)
 
     return [opaque(v) for v in operands], [opaque(v) for v in outs]
+
+
+class EquationClasses(NamedTuple):
+    """How the dimensions of one equation run along each other.
+
+    `operands`, `outs`: per value the class of each dimension, None for one of size 1. `opaque`: classes along which the
+    equation cannot work in shards. `summed`: classes that it sums over.
+    """
+
+    operands: list[list[int | None]]
+    outs: list[list[int | None]]
+    opaque: frozenset[int]
+    summed: frozenset[int]
+
+
+def equation_classes(eqn) -> EquationClasses:
+    """Classes of the dimensions of one equation, taken alone."""
+    found = Dimensions()
+    operands = [found.new_value(a.aval, CARRY) for a in eqn.invars]
+    outs = _equation(found, eqn, operands)
+    find = found.classes.find
+
+    def classes(value: Value) -> list[int | None]:
+        return [None if n is None else find(n) for n in value.nodes]
+
+    nodes = [n for v in (*operands, *outs) for n in v.nodes if n is not None]
+    return EquationClasses(
+        [classes(v) for v in operands],
+        [classes(v) for v in outs],
+        frozenset(find(n) for n in nodes if found.classes.opaque_reason(n)),
+        frozenset(find(s.node) for s in found.sums if s.direction == "forward"),
+    )
 
 
 def _walk(found: Dimensions, jaxpr, args, top: bool = False) -> list[Value]:

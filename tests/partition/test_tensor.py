@@ -1,9 +1,4 @@
-"""The tensor split of a block is Megatron's, found without names, and compiles to its two all-reduces."""
-
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
+"""The tensor split of a block is Megatron's, found without names."""
 
 import flax.linen as nn
 import jax
@@ -13,102 +8,24 @@ from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 
 from merak_jax.partition.tensor import tensor_layout, vocabulary_split
+from tests.partition.tensor_blocks import (
+    ATTENTION,
+    BATCH,
+    COLUMN,
+    HIDDEN,
+    MLP,
+    NORM,
+    ROW,
+    SEQUENCE,
+    Attention,
+    Block,
+    GatedMlp,
+    Mlp,
+    attend,
+    layout_of,
+    layout_of_linen,
+)
 
-BATCH, SEQUENCE, HIDDEN = 2, 6, 16
-
-
-def layout_of(block, parameters, *side, ways=2, carry=None):
-    """Return (layout, tree of splits, tree of reasons) of `block(parameters, carry, *side)`."""
-    carry = jnp.zeros((BATCH, SEQUENCE, HIDDEN)) if carry is None else carry
-    leaves, tree = jax.tree.flatten(parameters)
-
-    def flat(carry, *rest):
-        return block(tree.unflatten(rest[: len(leaves)]), carry, *rest[len(leaves) :])
-
-    jaxpr = jax.make_jaxpr(flat)(carry, *leaves, *side)
-    layout = tensor_layout(jaxpr, range(1, 1 + len(leaves)), ways)
-    # -1 for None, which a tree would swallow.
-    splits = [-1 if s is None else s for s in layout.splits]
-    return layout, tree.unflatten(splits), tree.unflatten(layout.reasons)
-
-
-def layout_of_linen(module, *side, ways=2, carry=None):
-    carry = jnp.zeros((BATCH, SEQUENCE, HIDDEN)) if carry is None else carry
-    parameters = jax.eval_shape(module.init, jax.random.key(0), carry, *side)["params"]
-    return layout_of(lambda p, x, *s: module.apply({"params": p}, x, *s), parameters, *side, ways=ways, carry=carry)
-
-
-class Mlp(nn.Module):
-    dtype: object = None
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(4 * HIDDEN, name="up", dtype=self.dtype)(x)
-        return nn.Dense(HIDDEN, name="down", dtype=self.dtype)(nn.gelu(h))
-
-
-class GatedMlp(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        gate = nn.silu(nn.Dense(48, name="gate", use_bias=False)(x))
-        return nn.Dense(HIDDEN, name="down", use_bias=False)(gate * nn.Dense(48, name="up", use_bias=False)(x))
-
-
-class Attention(nn.Module):
-    """Separate q, k, v; `merged` projects to heads·features and reshapes; fewer `kv_heads` are repeated."""
-
-    heads: int = 4
-    kv_heads: int | None = None
-    merged: bool = False
-    features: int = 4
-    dtype: object = None
-    normalize: bool = False
-
-    @nn.compact
-    def __call__(self, x, bias=None):
-        kv_heads = self.kv_heads or self.heads
-
-        def project(name, heads):
-            if self.merged:
-                y = nn.Dense(heads * self.features, name=name, dtype=self.dtype)(x)
-                return y.reshape(*x.shape[:-1], heads, self.features)
-            return nn.DenseGeneral((heads, self.features), name=name, dtype=self.dtype)(x)
-
-        q, k, v = project("q", self.heads), project("k", kv_heads), project("v", kv_heads)
-        if self.normalize:
-            q, k = nn.RMSNorm(name="q_norm")(q), nn.RMSNorm(name="k_norm")(k)
-        k, v = (jnp.repeat(a, self.heads // kv_heads, axis=2) for a in (k, v))
-        return self.finish(x, attend(q, k, v, bias))
-
-    def finish(self, x, y):
-        if self.merged:
-            return nn.Dense(x.shape[-1], name="out", dtype=self.dtype)(y.reshape(*x.shape[:-1], -1))
-        return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), name="out", dtype=self.dtype)(y)
-
-
-def attend(q, k, v, bias=None):
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2.0
-    if bias is not None:
-        scores = scores + bias
-    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    return jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(jnp.where(mask, scores, -1e9)).astype(v.dtype), v)
-
-
-class Block(nn.Module):
-    attention: nn.Module
-    mlp: nn.Module
-
-    @nn.compact
-    def __call__(self, x, *side):
-        x = x + self.attention(nn.LayerNorm(name="norm1")(x), *side)
-        return x + self.mlp(nn.LayerNorm(name="norm2")(x))
-
-
-COLUMN = {"kernel": 1, "bias": 0}
-ROW = {"kernel": 0, "bias": -1}
-NORM = {"scale": -1, "bias": -1}
-MLP = {"up": COLUMN, "down": ROW}
-ATTENTION = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "out": ROW}
 CARRY_REDUCED = [((BATCH, SEQUENCE, HIDDEN), "forward")] * 2
 
 
@@ -141,26 +58,6 @@ def test_gated_mlp_splits_both_columns_and_sums_once_each_way():
     layout, splits, _ = layout_of_linen(GatedMlp())
     assert splits == {"gate": {"kernel": 1}, "up": {"kernel": 1}, "down": {"kernel": 0}}
     assert (layout.count("forward"), layout.count("backward")) == (1, 1)
-
-
-def test_grouped_query_attention_is_split_over_key_heads():
-    _, splits, _ = layout_of_linen(Attention(kv_heads=2), ways=2)
-    assert splits == ATTENTION
-
-
-@pytest.mark.parametrize("merged", [False, True])
-def test_grouped_query_attention_with_too_few_key_heads_is_replicated(merged):
-    layout, splits, reasons = layout_of_linen(Block(Attention(kv_heads=2, merged=merged), Mlp()), ways=4)
-    assert set(jax.tree.leaves(splits["attention"])) == {-1} and splits["mlp"] == MLP
-    assert "2 not divisible by 4" in reasons["attention"]["k"]["kernel"]
-    assert layout.count("forward") == 1
-
-
-def test_multi_query_attention_splits_queries_and_keeps_the_single_key_head():
-    layout, splits, _ = layout_of_linen(Attention(kv_heads=1))
-    whole = {"kernel": -1, "bias": -1}
-    assert splits == {"q": COLUMN, "k": whole, "v": whole, "out": ROW}
-    assert layout.count("forward") == 1
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -386,66 +283,3 @@ def test_bad_positions_and_sizes_are_named():
 )
 def test_vocabulary_split_takes_the_largest_divisible_dimension(shape, ways, expected):
     assert vocabulary_split(shape, ways) == expected
-
-
-COMPILED = """
-    import jax, re, sys
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.config.update("jax_enable_x64", True)
-    import flax.linen as nn, jax.numpy as jnp
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-    from merak_jax.partition.tensor import tensor_layout
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            h = nn.LayerNorm()(x)
-            x = x + nn.MultiHeadDotProductAttention(num_heads=4)(h, h)
-            return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
-
-    block, x = Block(), jax.random.normal(jax.random.key(1), (2, 32, 64))
-    parameters = jax.tree.map(lambda a: a.astype(jnp.float64), block.init(jax.random.key(0), x))
-    leaves, tree = jax.tree.flatten(parameters)
-
-    def forward(x, *leaves):
-        return block.apply(tree.unflatten(leaves), x)
-
-    def backward(x, *leaves):
-        return jax.grad(lambda args: jnp.sum(forward(*args) ** 2))((x, *leaves))
-
-    KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-    OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    for ways in (2, 4):
-        mesh = jax.make_mesh((ways,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ways])
-        layout = tensor_layout(jax.make_jaxpr(forward)(x, *leaves), range(1, 1 + len(leaves)), ways)
-        specs = [P() if d is None else P(*[None] * d, "tensor") for d in layout.splits]
-        where = [NamedSharding(mesh, s) for s in (P(), *specs)]
-        args = [jax.device_put(a, s) for a, s in zip((x, *leaves), where)]
-        for name, f, out in (("forward", forward, where[0]), ("both", backward, tuple(where))):
-            step = jax.jit(f, in_shardings=where, out_shardings=out, compiler_options=OPTIONS)
-            compiled = step.lower(*args).compile()
-            moves = re.findall(f" ({KINDS})(?:-start)?[(]", compiled.as_text())
-            got, expected = (jax.tree.leaves(jax.device_get(g)) for g in (compiled(*args), f(x, *leaves)))
-            scale = max(abs(a).max() for a in expected)
-            error = max(abs(a - b).max() for a, b in zip(got, expected)) / scale
-            print(name, ways, layout.count("forward"), layout.count("backward"), ",".join(moves), error)
-"""
-
-
-def test_compiled_block_has_two_all_reduces_each_way_and_gathers_nothing():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(COMPILED)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert [(name, ways) for name, ways, *_ in lines] == [(n, t) for t in "24" for n in ("forward", "both")]
-    for name, _, predicted_forward, predicted_backward, moves, error in lines:
-        assert (predicted_forward, predicted_backward) == ("2", "2")
-        # On CPU the input gradients of query, key and value are one all-reduce of a tuple.
-        assert moves.split(",") == ["all-reduce"] * (2 if name == "forward" else 4)
-        assert float(error) < 1e-12
