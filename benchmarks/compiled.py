@@ -1,4 +1,7 @@
-"""Compile the step of GPT-2 XL for eight H100s that are not there; print memory, collectives and their overlap."""
+"""Compile the step of GPT-2 XL for eight H100s that are not there; print memory, collectives and their overlap.
+
+`--overlap all` instead compiles a GPT-2 of width 4096 with each way to hide the communication of tensor parallelism, on two meshes.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +60,10 @@ def h100_mesh(data: int, pipe: int, tensor: int):
     return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=topology.devices)
 
 
-def gpt2_step(name: str, length: int, rows: int, mesh, num_microbatches: int, **changes):
+def gpt2_step(name: str, length: int, rows: int, mesh, num_microbatches: int, options=None, **changes):
     """`(step, state shapes, batch shapes)` of a published GPT-2 with bfloat16 arithmetic and float32 parameters.
 
-    `rows`: of a microbatch on a device; `changes`: of the model's configuration.
+    `rows`: of a microbatch on a device; `options`: of `parallelize`; `changes`: of the model's configuration.
     """
     import jax
     import jax.numpy as jnp
@@ -84,7 +87,7 @@ def gpt2_step(name: str, length: int, rows: int, mesh, num_microbatches: int, **
         value, gradients = jax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=gradients), value
 
-    step = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=num_microbatches)
+    step = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=num_microbatches, **(options or {}))
     tokens = jax.ShapeDtypeStruct((mesh.shape["data"] * num_microbatches * rows, length), jnp.int32)
     return step, jax.eval_shape(create, jax.random.key(0)), {"tokens": tokens, "targets": tokens}
 
@@ -146,6 +149,71 @@ def report(options: argparse.Namespace) -> dict:
     }
 
 
+# How each way is compiled: options of `parallelize`.
+WAYS = {
+    "none": {"overlap": "none", "sequence_parallel": False},
+    "none, sequence split": {"overlap": "none", "sequence_parallel": True},
+    "collective": {"overlap": "collective"},
+    "collective, both directions": {"overlap": "collective", "ring_directions": (1, -1)},
+    "paired": {"overlap": "paired"},
+}
+OVERLAP_MESHES = ((1, 2, 4), (1, 1, 8))
+
+
+def sent_bytes(collective, size: int) -> int:
+    """What a device sends over a `tensor` axis of `size` for a collective; a permute of a ring is sent `size - 1` times."""
+    share = {
+        "all-reduce": 2 * (size - 1) / size,
+        "all-gather": (size - 1) / size,
+        "reduce-scatter": size - 1,
+        "collective-permute": size - 1,
+    }[collective.kind]
+    return round(collective.bytes * share)
+
+
+def overlaps(options: argparse.Namespace) -> list[dict]:
+    """A row per mesh and way: how many collectives of blocks have a matmul between start and done, and peak bytes."""
+    from benchmarks.hlo import Program
+
+    rows = []
+    for sizes in [options.mesh] if options.mesh else OVERLAP_MESHES:
+        mesh = h100_mesh(*sizes)
+        for name, way in WAYS.items():
+            if options.overlap not in ("all", way["overlap"]):
+                continue
+            changes = {"width": options.width, "num_heads": options.width // 128, "num_layers": 4, "vocab_size": 50304}
+            step, state, batch = gpt2_step(
+                options.model, options.length, options.rows, mesh, options.microbatches, way, **changes
+            )
+            start = time.perf_counter()
+            compiled = step.lower(state, batch).lowered.compile(compiler_options=OVERLAP)
+            memory, program = compiled.memory_analysis(), Program(compiled.as_text())
+            own = [c for c in program.collectives if program.is_under(c, "block")]
+            ((forward, backward),) = step.plan.tensor_bytes
+            hidden = sum(bool(c.matmuls) for c in own)
+            both = [c for c in own if program.is_under(c, "both")]
+            rows.append(
+                {
+                    "mesh": "·".join(map(str, sizes)),
+                    "way": name,
+                    "collectives": len(own),
+                    "hidden": hidden,
+                    "share": round(hidden / len(own), 3),
+                    "in_paired_loops": len(both),
+                    "hidden_in_paired_loops": sum(bool(c.matmuls) for c in both),
+                    "sent_bytes": sum(sent_bytes(c, sizes[2]) for c in own),
+                    "planned_bytes": {"forward": forward, "backward": backward},
+                    "kinds": sorted({c.kind for c in own}),
+                    "peak_bytes": memory.argument_size_in_bytes
+                    + memory.output_size_in_bytes
+                    - memory.alias_size_in_bytes
+                    + memory.temp_size_in_bytes,
+                    "seconds": round(time.perf_counter() - start, 1),
+                }
+            )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -153,16 +221,32 @@ def main() -> None:
     parser.add_argument(
         "--mesh",
         type=lambda text: tuple(int(n) for n in text.split(",")),
-        default=(2, 2, 2),
-        help="data,pipe,tensor (default 2,2,2)",
+        help="data,pipe,tensor (default 2,2,2; with --overlap 1,2,4 and then 1,1,8)",
     )
     parser.add_argument("--microbatches", type=int, default=8, help="M (default 8)")
     parser.add_argument("--rows", type=int, default=1, help="rows of a microbatch on a device (default 1)")
     parser.add_argument("--length", type=int, default=1024, help="tokens a row (default 1024)")
     parser.add_argument("--vocabulary", type=int, help="another vocabulary than the published 50257")
     parser.add_argument("--heads", type=int, help="another number of heads than the published")
+    parser.add_argument(
+        "--overlap", choices=("none", "collective", "paired", "all"), help="compare ways to hide communication"
+    )
+    parser.add_argument("--width", type=int, default=4096, help="of the model, with --overlap (default 4096)")
     parser.add_argument("--text", help="also write the scheduled program to this file")
     options = parser.parse_args()
+    if options.overlap:
+        rows = overlaps(options)
+        if options.json:
+            print(json.dumps(rows))
+            return
+        for row in rows:
+            print(
+                f"{row['mesh']} {row['way']:>28}: {row['hidden']} of {row['collectives']} hidden ({', '.join(row['kinds'])}), "
+                f"in paired loops {row['hidden_in_paired_loops']} of {row['in_paired_loops']}; "
+                f"peak {row['peak_bytes'] / GIB:.2f} GiB"
+            )
+        return
+    options.mesh = options.mesh or (2, 2, 2)
     result = report(options)
     if options.json:
         print(json.dumps(result))

@@ -21,6 +21,7 @@ _BITS = {"pred": 8, "bf16": 16}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _NAME = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([a-z][a-z0-9\-]*)\((.*)$")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_MANY = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=\s]*)\]")
@@ -51,7 +52,7 @@ class Collective:
     """One collective: `kind` without `-start`, `bytes` of its results on a device, `groups` of device numbers or pairs.
 
     `largest`: bytes of the largest array among the results, as compilers combine several. `loops`: how many while bodies
-    it stands in. `matmuls`: those between its start and its done; None if synchronous.
+    it stands in. `matmuls`: those between its start and its done; None if synchronous. `computation`: where it stands.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Collective:
     loops: int
     matmuls: int | None
     text: str
+    computation: str
 
 
 class Program:
@@ -140,9 +142,18 @@ class Program:
                         loops,
                         matmuls,
                         instruction.text,
+                        name,
                     )
                 )
         return found
+
+    def is_under(self, collective: Collective, scope: str) -> bool:
+        """Whether a collective was made under a named scope; the compiler's own ones where all matmuls around it were."""
+        own = _OP_NAME.search(collective.text)
+        if own is not None:
+            return f"/{scope}/" in own[1]
+        around = [_OP_NAME.search(i.text) for i in self.computations[collective.computation] if self.holds_matmul(i)]
+        return any(around) and all(f"/{scope}/" in found[1] for found in around if found is not None)
 
     def _collective(self, instruction: Instruction) -> tuple[str | None, bool]:
         """The kind of a collective and whether it is a start; (None, False) for anything else."""

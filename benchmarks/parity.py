@@ -2,8 +2,9 @@
 
 By default, the table of models: rows are models and train steps, columns are meshes (data·pipe·tensor) and numbers of
 microbatches M, a cell is the largest relative difference. `--full` is the product of all options of one GPT-2, `--grid` a part
-of it, `--schedules` has every schedule. A cell passes if metrics, raw gradients and the state after three steps are at the bar of
-its precision; for GPT-2 there is also `through_sgd`, the parameters after one SGD step with those gradients.
+of it, `--schedules` has every schedule, `--overlap` every way to hide communication. A cell passes if metrics, raw gradients and
+the state after three steps are at the bar of its precision; for GPT-2 there is also `through_sgd`, the parameters after one SGD
+step with those gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import parity_cells, parity_gpt2, parity_models, parity_schedules  # noqa: E402
+from benchmarks import parity_cells, parity_gpt2, parity_models, parity_overlap, parity_schedules  # noqa: E402
 
 EXAMPLE = """examples:
   python benchmarks/parity.py --workers 2
@@ -39,6 +40,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     suite.add_argument("--full", action="store_true", help="one GPT-2: the product of all these options")
     suite.add_argument("--schedules", action="store_true", help="one GPT-2: every schedule in every form of ticks")
+    suite.add_argument(
+        "--overlap", action="store_true", help="one GPT-2: every way to hide communication, the carry split and whole"
+    )
     parser.add_argument("--only", metavar="SUBSTRING", help="only cells whose name contains this")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N cells")
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random")
@@ -89,6 +93,8 @@ def suite_of(options: argparse.Namespace) -> ModuleType:
     """The module with the cells that the options ask for."""
     if options.schedules:
         return parity_schedules
+    if options.overlap:
+        return parity_overlap
     return parity_gpt2 if options.grid or options.full else parity_models
 
 

@@ -25,7 +25,7 @@ def measurer() -> Callable[[dict], tuple[dict, list[str]]]:
     from tests.zoo import ZooCell, compare
 
     def measure(fields: dict) -> tuple[dict, list[str]]:
-        cell = ZooCell(**{**fields, "mesh": tuple(fields["mesh"])})
+        cell = ZooCell(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()})
         found = compare(cell)
         return {kind: getattr(found, kind)[0] for kind in KINDS}, found.over(cell.precision)
 

@@ -103,6 +103,11 @@ def has_source(eqn) -> bool:
     return next(_source_info.user_frames(eqn.source_info.traceback), None) is not None
 
 
+def source_of(eqn) -> Any:
+    """A context in which new equations get the lines of this one."""
+    return _source_info.user_context(eqn.source_info.traceback)
+
+
 def calling_line() -> str:
     """The user's line that is running now."""
     return _describe_frames(list(_source_info.user_frames(_source_info.current().traceback)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,38 +10,20 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from merak_jax import _compat
-from merak_jax.errors import BatchError, NotSeparableError, PlanError, TraceError
+from merak_jax.errors import PlanError, TraceError
 from merak_jax.mesh import check_mesh, make_mesh
 from merak_jax.objects.call import ObjectStep, read_all
 from merak_jax.objects.graph import holds_objects
-from merak_jax.planning.describe import describe
 from merak_jax.planning.plan import Plan
-from merak_jax.runtime.build import build
-from merak_jax.runtime.initialise import initialise
-from merak_jax.runtime.program import StepProgram
-from merak_jax.runtime.state import DeferredState, PackedState, StateLayout, shapes_key
+from merak_jax.runtime.partition_rules import PartitionRules
+from merak_jax.runtime.runner import Runner, StepOptions, key_of, shapes_of
+from merak_jax.runtime.state import DeferredState, PackedState
+from merak_jax.runtime.tensor_options import choose_tensor
 from merak_jax.schedules.registry import choose, make_table
 from merak_jax.schedules.task import ScheduleError
-from merak_jax.schedules.tick_table import TickTable
-from merak_jax.tracing.matching import ProgramsDifferError, merge
-from merak_jax.tracing.microbatch import rows_to_trace
-from merak_jax.tracing.step import abstract, batch_rows, python_random_state, source_of, static_arguments, trace, unwrap
-
-P = PartitionSpec
-
-_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    # XLA:CPU may start independent collectives in different orders on different devices and hang; this scheduler keeps one order.
-    "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},
-    # Keep sends where the tick puts them, early, and let the scheduler hide them behind matmuls.
-    "gpu": {
-        "xla_gpu_enable_analytical_latency_estimator": True,
-        "xla_disable_hlo_passes": "collective-permute-motion",
-        "xla_gpu_dot_merger_threshold_mb": 0,
-    },
-}
+from merak_jax.tracing.step import static_arguments, unwrap
 
 
 def parallelize(
@@ -61,6 +43,9 @@ def parallelize(
     hardware: Any = None,
     donate: bool = True,
     semantics: str = "full_batch",
+    sequence_parallel: bool | str = "auto",
+    ring_directions: Sequence[int] = (1,),
+    partition_rules: Mapping[str, PartitionSpec] | None = None,
 ) -> Any:
     """Run a train step on a mesh with axes `data`, `pipe`, `tensor`, with the numbers of the single-device step.
 
@@ -81,14 +66,27 @@ def parallelize(
       form: what a stage does in one tick: "merged" (an F and then a B), "paired" (the same, independent of each other) or
         "switched" (one of F, R, Bi, W); "auto" is what suits the schedule.
       num_chunks: chunks of the model that each stage holds, for "interleaved" and "search" (there 2 by default; "zb_v" has 2).
-      plan: take mesh sizes, microbatches, schedule, form and chunks from an earlier plan, where they are not given.
+      plan: take mesh sizes, microbatches, schedule, form, chunks, overlap and the split of the carry from an earlier plan, where
+        they are not given.
       semantics: "full_batch", the numbers of the unwrapped step, proved; or "per_microbatch": every microbatch of every data
         shard is a batch of its own, as for batch normalization or contrastive losses that couple rows. Then loss, gradients and
         real-valued auxiliary outputs are the means over microbatches, integer ones that depend on the batch or its size the sums
         (terms that follow neither count once), flags are put together as `all` or `any` made them, per-row ones one after the
         other, and mutable collections move once a step. These are other numbers than the full batch's.
       donate: reuse the state's memory for the new state; the state passed in is then gone.
-      remat, overlap, zero, offload, hardware: only "auto" (None for hardware) so far.
+      overlap: what hides the communication of tensor parallelism. "collective": matmuls that work on parts of a value while the
+        others go round in a ring; it needs the sequence split. "paired": F of one microbatch and B of another in one loop over
+        blocks, so that a collective of one stands beside a matmul of the other; its ticks are paired. "none": what the compiler
+        finds. "auto": "collective" where it can be, "none" on CPU devices.
+      sequence_parallel: split the carry over `tensor` along its tokens between the matmuls of a block: norms, dropout and sums are
+        then computed once, and stashes are T times smaller. "auto": where the tokens divide by T, but not with "paired".
+      ring_directions: of the chunks that each device's part is cut into for "collective", 1 or -1 each; (1, -1) sends halves both
+        ways round, (1, 1) sends halves one after the other.
+      partition_rules: how parameters of blocks are split over `tensor`, where the plan would do otherwise:
+        `{pattern: PartitionSpec}`, a pattern being a regular expression that is searched in paths like
+        `params/h_0/mlp/up/kernel`; the first that is found counts. `PartitionSpec(None, "tensor")` splits the last of two
+        dimensions, `PartitionSpec()` none. The numbers are the same.
+      remat, zero, offload, hardware: only "auto" (None for hardware) so far.
 
     Returns a `ParallelStep`. Raises MeshError and PlanError for bad arguments, before anything runs.
     """
@@ -107,12 +105,15 @@ def parallelize(
         hardware=hardware,
         donate=donate,
         semantics=semantics,
+        sequence_parallel=sequence_parallel,
+        ring_directions=ring_directions,
+        partition_rules=partition_rules,
     )
     if train_step is None:
         return lambda function: parallelize(function, **options)
     if not callable(train_step):
         raise PlanError(f"train_step must be callable, got {type(train_step).__name__}")
-    for name in ("remat", "overlap", "zero", "offload"):
+    for name in ("remat", "zero", "offload"):
         if options[name] != "auto":
             raise PlanError(f"{name}={options[name]!r} is not supported yet; leave it at 'auto'")
     if hardware is not None:
@@ -126,6 +127,9 @@ def parallelize(
             schedule = plan.schedule
             form = plan.form if form == "auto" else form
             num_chunks = plan.num_chunks if num_chunks is None else num_chunks
+        if plan.tensor > 1:
+            overlap = plan.overlap if overlap == "auto" else overlap
+            sequence_parallel = plan.sequence_parallel if sequence_parallel == "auto" else sequence_parallel
     mesh = make_mesh(data=len(jax.devices())) if mesh is None else check_mesh(mesh)
     if num_microbatches is None:
         num_microbatches = mesh.shape["pipe"]
@@ -136,6 +140,11 @@ def parallelize(
     ):
         raise PlanError(f"num_microbatches={num_microbatches!r} must be a positive integer")
     schedule = "1f1b" if schedule == "auto" else schedule
+    tensor = choose_tensor(overlap, sequence_parallel, ring_directions, form, mesh)
+    if partition_rules:
+        tensor = dataclasses.replace(tensor, rules=PartitionRules(partition_rules))
+    if tensor.overlap == "paired":
+        form = "paired"
     try:
         form, num_chunks = choose(schedule, form, num_chunks)
         table = make_table(schedule, form, num_chunks, mesh.shape["pipe"], int(num_microbatches))
@@ -149,32 +158,21 @@ def parallelize(
             f"batch_argnums={batch_argnums!r} must be the position of the batch among the train step's arguments, counted from 0, "
             "or a sequence of positions"
         )
-    chosen = (schedule, form, num_chunks)
-    return ParallelStep(train_step, mesh, int(num_microbatches), argnums, chosen, table, donate, semantics)
+    chosen = StepOptions(mesh, int(num_microbatches), (schedule, form, num_chunks), table, donate, semantics, tensor)
+    return ParallelStep(train_step, argnums, chosen)
 
 
 class ParallelStep:
     """A train step on a mesh: call it as the step itself. Made by `parallelize`."""
 
-    def __init__(
-        self,
-        train_step,
-        mesh: Mesh,
-        num_microbatches: int,
-        batch_argnums: tuple[int, ...],
-        schedule: tuple[str, str, int],
-        table: TickTable,
-        donate: bool,
-        semantics: str,
-    ):
+    def __init__(self, train_step: Callable, batch_argnums: tuple[int, ...], options: StepOptions):
         functools.update_wrapper(self, train_step, updated=())
         self._train_step, self._static = unwrap(train_step), static_arguments(train_step)
-        self.mesh = mesh
-        self._num_microbatches, self._batch_argnums = num_microbatches, batch_argnums
-        self._schedule, self._table, self._donate, self._semantics = schedule, table, donate, semantics
-        self._runners: dict[Any, _Runner] = {}
-        self._latest: _Runner | None = None
-        self._objects = ObjectStep(self._train_step, batch_argnums, functools.partial(_Runner, self))
+        self._batch_argnums, self._options = batch_argnums, options
+        self.mesh = options.mesh
+        self._runners: dict[Any, Runner] = {}
+        self._latest: Runner | None = None
+        self._objects = ObjectStep(self._train_step, batch_argnums, functools.partial(Runner, options))
 
     @property
     def plan(self) -> Plan:
@@ -237,7 +235,7 @@ class ParallelStep:
         """The step traced for these arguments, which may be abstract; sets `plan`. Lowering itself waits until it is asked for."""
         args = self._positional(args, kwargs)
         if any(map(holds_objects, args)):
-            program, _ = self._objects.program(args, _shapes_of, _key)
+            program, _ = self._objects.program(args, shapes_of, key_of)
             self._latest = program.runner
             return Lowered(functools.partial(self._objects.lower, args, program), program.runner.compiling)
         runner = self._runner_for(args)
@@ -246,7 +244,7 @@ class ParallelStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = self._positional(args, kwargs)
         if any(map(holds_objects, args)):
-            program, parts = self._objects.program(args, _shapes_of, _key)
+            program, parts = self._objects.program(args, shapes_of, key_of)
             self._latest = program.runner
             return self._objects(args, program, parts)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
@@ -256,12 +254,12 @@ class ParallelStep:
             )
         return self._runner_for(args)(args)
 
-    def _runner_for(self, args: Sequence[Any]) -> _Runner:
-        key = tuple(_key(a, f"argument {n}") for n, a in enumerate(args))
+    def _runner_for(self, args: Sequence[Any]) -> Runner:
+        key = tuple(key_of(a, f"argument {n}") for n, a in enumerate(args))
         if key not in self._runners:
             stored = {n: a._layout for n, a in enumerate(args) if isinstance(a, PackedState)}
-            shapes = [_shapes_of(a) for a in args]
-            self._runners[key] = _Runner(self, self._train_step, shapes, self._batch_argnums, stored)
+            shapes = [shapes_of(a) for a in args]
+            self._runners[key] = Runner(self._options, self._train_step, shapes, self._batch_argnums, stored)
         self._latest = self._runners[key]
         return self._latest
 
@@ -298,193 +296,3 @@ class Lowered:
     def as_text(self) -> str:
         """The program: StableHLO before `compile()`, scheduled HLO after."""
         return self._compiled.as_text() if self._compiled is not None else self.lowered.as_text()
-
-
-def _key(argument: Any, name: str = "the value") -> Any:
-    """What tells arguments of different shapes apart; the same for a state before and after it is packed."""
-    if isinstance(argument, PackedState):
-        return argument._layout.key
-    return shapes_key(_shapes_of(argument, name))
-
-
-def _shapes_of(argument: Any, name: str = "the value") -> Any:
-    if isinstance(argument, PackedState):
-        return jax.tree.unflatten(argument._layout.tree, argument._layout.avals)
-    if isinstance(argument, DeferredState):
-        return abstract(argument.shapes)
-    return abstract(argument, name)
-
-
-class _Runner:
-    """The step for one set of shapes: traced once, compiled once."""
-
-    def __init__(
-        self,
-        step: ParallelStep,
-        train_step: Callable,
-        shapes: Sequence[Any],
-        batch_argnums: Sequence[int],
-        stored: Mapping[int, StateLayout],
-    ):
-        self.mesh, self.batch_argnums = step.mesh, tuple(batch_argnums)
-        bad = [n for n in self.batch_argnums if not 0 <= n < len(shapes)]
-        if bad:
-            raise PlanError(
-                f"the train step at {source_of(train_step)} got {len(shapes)} argument{'s' * (len(shapes) != 1)}, but its "
-                f"batch is argument {bad[0]} (batch_argnums={self.batch_argnums}): pass the batch too, or set batch_argnums to "
-                "where it is"
-            )
-        check_batch(train_step, shapes, self.batch_argnums, self.mesh.shape["data"], step._num_microbatches)
-        full = trace(train_step, shapes, self.batch_argnums)
-        rows = full.rows // (self.mesh.shape["data"] * step._num_microbatches)
-        # A lone scalar beside the state (a loss scale) is an input, not a state: a metric may look just like it.
-        packable = [
-            n
-            for n, shape in enumerate(shapes)
-            if n not in self.batch_argnums and (n == 0 or not jax.tree_util.all_leaves([shape]))
-        ]
-        build_from = functools.partial(
-            build,
-            full,
-            rows=rows,
-            mesh=self.mesh,
-            num_microbatches=step._num_microbatches,
-            table=step._table,
-            packable=packable,
-            semantics=step._semantics,
-            given={n: layout for n, layout in stored.items() if layout.mesh == self.mesh and full.is_evaluation},
-        )
-        proved = step._semantics == "full_batch"
-        traced_rows = rows_to_trace(full.rows, rows) if proved else rows
-        micro = full if rows == full.rows else trace(train_step, shapes, self.batch_argnums, rows=traced_rows)
-        try:
-            self.program: StepProgram = build_from(micro)
-        except ProgramsDifferError as error:
-            # With so few rows a reshape may find the shape it makes, and JAX leaves it out. Twice the batch is no such number.
-            # A step that is another program each time it is traced is none to try again.
-            before = python_random_state()
-            try:
-                if not proved:
-                    raise
-                again, wide = (
-                    trace(train_step, shapes, self.batch_argnums, rows=n) for n in (traced_rows, 2 * full.rows)
-                )
-                merge(micro.loss.jaxpr, again.loss.jaxpr)
-                if python_random_state() != before:
-                    raise
-                self.program = build_from(wide)
-            except (ProgramsDifferError, TraceError):
-                raise NotSeparableError(str(error)) from None
-        self.plan = describe(self.program, None if full.is_evaluation else step._schedule, step._num_microbatches)
-        self.layouts = self.program.layouts
-        self.others = [n for n in range(len(shapes)) if n not in self.layouts]
-        platform = self.mesh.devices.flat[0].platform
-        # XLA:CPU loads a program from JAX's compilation cache without the order of its collectives, and may hang in it.
-        self.compiling = (
-            _compat.no_new_cache_entry if platform == "cpu" and self.mesh.size > 1 else contextlib.nullcontext
-        )
-        self.other_shardings = [
-            NamedSharding(self.mesh, P("data") if rows else P())
-            for n, rows in zip(full.leaf_argument, full.leaf_rows)
-            if n not in self.layouts
-        ]
-        self.jitted = jax.jit(
-            self.program,
-            # An evaluation leaves the state to the next train step.
-            donate_argnums=(0,) if step._donate and not full.is_evaluation else (),
-            in_shardings=([layout.shardings for layout in self.layouts.values()], self.other_shardings),
-            out_shardings=([layout.shardings for layout in self.program.returned.values()], None),
-            compiler_options=_COMPILER_OPTIONS.get({"cuda": "gpu"}.get(platform, platform))
-            if self.mesh.size > 1
-            else None,
-        )
-
-    def place(self, state: Any, argument: int) -> PackedState:
-        """An argument as a packed state of this runner's layout."""
-        layout = self.layouts[argument]
-        if isinstance(state, PackedState):
-            arrays = state._alive()
-            return state if state._layout == layout else layout.shard(state._layout.unshard(arrays))
-        if isinstance(state, DeferredState):
-            return initialise(state._function, state._args, layout)
-        return layout.shard(state)
-
-    def __call__(self, args: Sequence[Any]) -> Any:
-        states = [self.place(args[n], n)._arrays for n in self.layouts]
-        leaves = [leaf for n in self.others for leaf in jax.tree.leaves(args[n])]
-        others = [jax.device_put(leaf, s) for leaf, s in zip(leaves, self.other_shardings)]
-        with self.compiling():
-            new_states, rest = self.jitted(states, others)
-        return self._rebuild(new_states, rest)
-
-    def lower(self, args: Sequence[Any]) -> Any:
-        states = []
-        for layout in self.layouts.values():
-            shapes = jax.eval_shape(layout.pack, list(layout.avals))
-            states.append(
-                [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=x) for s, x in zip(shapes, layout.shardings)]
-            )
-        leaves = [leaf for n in self.others for leaf in jax.tree.leaves(abstract(args[n]))]
-        others = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s) for leaf, s in zip(leaves, self.other_shardings)
-        ]
-        return self.jitted.lower(states, others)
-
-    def _rebuild(self, new_states, rest) -> Any:
-        """The step's own return value, with packed states in it."""
-        traced, program = self.program.traced, self.program
-        flat: list[Any] = [None] * traced.out_tree.num_leaves
-        taken: set[int] = set()
-        for positions in program.state_outputs.values():
-            taken.update(positions)
-        feed = iter(rest)
-        for n in range(len(flat)):
-            if n not in taken:
-                flat[n] = next(feed)
-        packed = {
-            argument: PackedState(layout, arrays)
-            for (argument, layout), arrays in zip(program.returned.items(), new_states)
-        }
-        children = jax.tree_util.treedef_children(traced.out_tree)
-        if not children:
-            return jax.tree.unflatten(traced.out_tree, flat)
-        starts = np.cumsum([0, *(c.num_leaves for c in children)])
-        by_start = {positions[0]: (len(positions), packed[n]) for n, positions in program.state_outputs.items()}
-        if 0 in by_start and by_start[0][1]._layout.tree == traced.out_tree:
-            return by_start[0][1]
-        parts = []
-        for child, start in zip(children, starts):
-            size_state = by_start.get(int(start))
-            if size_state is not None and size_state[0] == child.num_leaves and child == size_state[1]._layout.tree:
-                parts.append(size_state[1])
-            else:
-                parts.append(jax.tree.unflatten(child, flat[start : start + child.num_leaves]))
-        outline = jax.tree.unflatten(traced.out_tree, list(range(len(flat))))
-        top = jax.tree.structure(outline, is_leaf=lambda x: x is not outline)
-        return jax.tree.unflatten(top, parts)
-
-
-def check_batch(
-    train_step: Callable, shapes: Sequence[Any], batch_argnums: Sequence[int], data: int, num_microbatches: int
-) -> None:
-    """Raise BatchError unless the rows divide by `data * num_microbatches`."""
-    named = []
-    for n in batch_argnums:
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(shapes[n])[0]:
-            named.append((f"argument {n}{jax.tree_util.keystr(keys)}", leaf))
-    try:
-        rows, has_rows = batch_rows(named)
-    except BatchError as error:
-        places = ", ".join(map(str, batch_argnums))
-        raise BatchError(
-            f"{error}; argument {places} of the train step at {source_of(train_step)} is taken as the batch (batch_argnums)"
-        ) from None
-    step = data * num_microbatches
-    if rows % step or rows == 0:
-        path = next(path for (path, _), yes in zip(named, has_rows) if yes)
-        below, above = rows // step * step, (rows // step + 1) * step
-        near = f"{below} or {above}" if below else f"{above}"
-        raise BatchError(
-            f"{path} has {rows} rows, which data={data} x num_microbatches={num_microbatches} = {step} does not divide; "
-            f"use a batch of {near} rows, or another num_microbatches"
-        )

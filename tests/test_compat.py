@@ -80,6 +80,18 @@ def test_source_line_is_the_users_file_and_line():
     assert "user_function" in _compat.source_line(eqn)
 
 
+def test_an_equation_that_is_evaluated_again_keeps_its_line_and_so_does_its_derivative():
+    def user_function(x):
+        return jnp.sin(x) * x
+
+    program = jax.make_jaxpr(user_function)(1.0).jaxpr
+    lines = [_compat.source_line(eqn) for eqn in program.eqns]
+    again = jax.make_jaxpr(lambda x: evaluate(program, [], x)[0])(1.0)
+    assert [_compat.source_line(eqn) for eqn in again.eqns] == lines
+    derivative = jax.make_jaxpr(jax.grad(lambda x: evaluate(program, [], x)[0]))(1.0)
+    assert {_compat.source_line(eqn) for eqn in derivative.eqns} == set(lines)
+
+
 def test_new_var_is_fresh_and_has_the_type_asked_for():
     aval = jax.core.ShapedArray((2, 3), jnp.float32)
     first, second = _compat.new_var(aval), _compat.new_var(aval)

@@ -132,9 +132,7 @@ def test_an_unknown_schedule_is_answered_with_the_known_ones():
         merak_jax.parallelize(train_step, schedule="1F1B")
 
 
-@pytest.mark.parametrize(
-    "option", [{"remat": "full"}, {"overlap": True}, {"zero": 3}, {"offload": "params"}, {"hardware": "h100"}]
-)
+@pytest.mark.parametrize("option", [{"remat": "full"}, {"zero": 3}, {"offload": "params"}, {"hardware": "h100"}])
 def test_an_option_that_is_not_supported_is_named(option):
     ((name, value),) = option.items()
     with pytest.raises(errors.PlanError, match=f"{name}={value!r} is not supported yet"):

@@ -37,6 +37,11 @@ class Row:
     precisions: tuple[str, ...] = USUAL
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def num_blocks(self) -> int:
+        """Of a chain of the model."""
+        return self.options.get("num_layers", 4)
+
     def build(self, precision: str) -> Setting:
         """What the runs of this row need."""
         return self.make_setting(self.make_task(precision, **self.options))
@@ -61,8 +66,8 @@ ROWS: dict[str, Row] = {row.name: row for row in (
     _row("BERT, scanned, sentence pairs", models.pair_task, scan_layers=True),
     _row("ViT, stochastic depth", models.vit_task),
     _row("ViT, scanned", models.vit_task, scan_layers=True, num_layers=8),
-    _row("T5, label smoothing, z-loss", models.t5_task),
-    _row("T5 1.1, scanned, gated, untied", models.t5_task, scan_layers=True, gated=True, tie_head=False),
+    _row("T5, label smoothing, z-loss", models.t5_task, num_layers=3),
+    _row("T5 1.1, scanned, gated, untied", models.t5_task, scan_layers=True, gated=True, tie_head=False, num_layers=3),
     _row("GPT-2, dictionary state, key split", models.gpt2_task, steps.dictionary_state),
     _row("GPT-2, frozen dictionary, weight penalty", models.gpt2_task, steps.weight_penalty),
     _row("GPT-2, average of parameters", models.gpt2_task, steps.averaged),
@@ -93,15 +98,32 @@ class ZooCell:
     schedule: str = "auto"
     form: str = "auto"
     num_chunks: int | None = None
+    overlap: str = "auto"
+    sequence_parallel: bool | str = "auto"
+    ring_directions: tuple[int, ...] = (1,)
 
     def __str__(self) -> str:
         name = f"{self.row}, {'x'.join(map(str, self.mesh))}, M={self.num_microbatches}, {self.precision}"
-        return name if self.schedule == "auto" else f"{name}, {self.schedule_name}, {self.form}"
+        name = name if self.schedule == "auto" else f"{name}, {self.schedule_name}, {self.form}"
+        return name if self.overlap == "auto" else f"{name}, {self.overlap_name}"
+
+    @property
+    def overlap_name(self) -> str:
+        """What hides communication, and how the carry is split."""
+        carry = {True: ", carry split", False: ", carry whole"}.get(self.sequence_parallel, "")
+        rings = "" if self.ring_directions == (1,) else f", rings {self.ring_directions}"
+        return f"{self.overlap}{carry}{rings}"
 
     @property
     def schedule_name(self) -> str:
         """The schedule, with its chunks where they were chosen."""
         return self.schedule + (f" V={self.num_chunks}" if self.num_chunks else "")
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of a stage."""
+        entry = SCHEDULES.get(self.schedule)
+        return self.num_chunks or (max(1, entry.chunks) if entry else 1)
 
     @property
     def rows(self) -> int:
@@ -132,6 +154,11 @@ SCHEDULE_MICROBATCHES = (4, 7, 8)
 CHUNKS = {"interleaved": (1, 2, 3), "search": (1, 2)}
 
 
+def row_of(name: str) -> Row:
+    """The row of a cell, by its name."""
+    return DEEP if name == DEEP.name else ROWS[name]
+
+
 def schedule_cells() -> list[ZooCell]:
     """Every schedule in every form of ticks, on three meshes with three numbers of microbatches."""
     return [
@@ -140,6 +167,21 @@ def schedule_cells() -> list[ZooCell]:
         for chunks in CHUNKS.get(name, (None,))
         for form in FORMS
         for mesh, count in itertools.product(SCHEDULE_MESHES, SCHEDULE_MICROBATCHES)
+    ]
+
+
+OVERLAPS = ("none", "collective", "paired")
+OVERLAP_MESHES = ((1, 1, 2), (1, 1, 4), (1, 2, 4), (2, 2, 2), (1, 4, 2))
+
+
+def overlap_cells() -> list[ZooCell]:
+    """Every way to hide communication over `tensor`, with the carry split and whole, on five meshes in three precisions."""
+    return [
+        ZooCell("GPT-2", mesh, 4, precision, overlap=overlap, sequence_parallel=sequence)
+        for precision in WIDE
+        for overlap in OVERLAPS
+        for sequence in (True, False)
+        for mesh in OVERLAP_MESHES
     ]
 
 
@@ -157,6 +199,9 @@ def parallel(cell: ZooCell) -> Run:
         "schedule": cell.schedule,
         "form": cell.form,
         "num_chunks": cell.num_chunks,
+        "overlap": cell.overlap,
+        "sequence_parallel": cell.sequence_parallel,
+        "ring_directions": cell.ring_directions,
     }
     make_batch = functools.partial(setting.make_batch, rows=cell.rows)
     if setting.objects:
@@ -185,7 +230,7 @@ def check(cell: ZooCell) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _setting(name: str, precision: str) -> Setting:
-    setting = (DEEP if name == DEEP.name else ROWS[name]).build(precision)
+    setting = row_of(name).build(precision)
     # Adam's first step has one size for all gradients: in bfloat16 it would turn the noise of small ones into steps.
     return dataclasses.replace(setting, optimizer=steps.SGD) if precision == "bfloat16" else setting
 

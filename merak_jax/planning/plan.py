@@ -22,7 +22,7 @@ class StagePlan:
     """One stage: its blocks, the bytes of its parameters on one device, and the most microbatches (times chunks) it holds at once.
 
     `stash_bytes`: of inputs of blocks, residuals, and what Bi leaves for W. All stages have buffers of one size, as large as the
-    stage with most needs them; what a block keeps is counted whole, also where it is split over `tensor`.
+    stage with most needs them.
     """
 
     blocks: int
@@ -36,7 +36,9 @@ class Plan:
     """How a train step is laid out on a mesh. Sizes in bytes are per device; rows are rows of the batch.
 
     `schedule`, `form`, `num_chunks`: as asked for (`table` has the chunks of an own one); the schedule "forward" is an
-    evaluation, `folded` says how its chunks go.
+    evaluation, `folded` says how its chunks go. `overlap`: what hides the communication over `tensor`; `sequence_parallel`: whether
+    the carry is split over it, `carry_split` along what or why not; `collectives`: those of one block and microbatch;
+    `tensor_bytes`: what each device sends for them, forward and backward, of a block of each chain.
     """
 
     data: int
@@ -55,6 +57,11 @@ class Plan:
     form: str = "merged"
     num_chunks: int = 1
     folded: bool = False
+    overlap: str = "none"
+    sequence_parallel: bool = False
+    carry_split: str = ""
+    collectives: tuple[str, ...] = ()
+    tensor_bytes: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def table(self) -> TickTable:
@@ -70,8 +77,11 @@ class Plan:
 
     @functools.cached_property
     def _timeline(self) -> Timeline:
-        recompute = RECOMPUTE if self.pipe > 1 else 0.0
-        return simulate(self.table, forward=FORWARD, backward=BACKWARD, recompute=recompute)
+        return simulate(self.table, forward=FORWARD, backward=BACKWARD, recompute=self._recompute)
+
+    @property
+    def _recompute(self) -> float:
+        return RECOMPUTE if self.pipe * self.tensor > 1 else 0.0
 
     def draw(self, path: str, **options: Any) -> str:
         """Write the timeline as SVG or PNG, by the ending of `path`; returns the path."""
@@ -82,7 +92,7 @@ class Plan:
             path,
             forward=FORWARD,
             backward=BACKWARD,
-            recompute=RECOMPUTE if self.pipe > 1 else 0.0,
+            recompute=self._recompute,
             **options,
         )
         return str(path)
@@ -96,8 +106,9 @@ class Plan:
         """The plan that `to_json` wrote."""
         fields = json.loads(text)
         fields["stages"] = tuple(StagePlan(**s) for s in fields["stages"])
-        for name in ("tensor_splits", "other_leaves"):
-            fields[name] = tuple(fields[name])
+        for name in ("tensor_splits", "other_leaves", "collectives"):
+            fields[name] = tuple(fields.get(name, ()))
+        fields["tensor_bytes"] = tuple(map(tuple, fields.get("tensor_bytes", ())))
         return cls(**fields)
 
     def _details(self) -> str:
@@ -132,7 +143,14 @@ class Plan:
             f"state per device: {_size(self.state_bytes)}; boundary per microbatch: {_size(self.boundary_bytes)}; "
             f"idle share: {self.bubble_share:.1%}",
         ]
+        if self.tensor > 1:
+            lines.append(f"carry between blocks: {self.carry_split}; overlap: {self.overlap}")
+            lines += [
+                f"sent over tensor per block and microbatch: {_size(forward)} forward, {_size(backward)} backward"
+                for forward, backward in self.tensor_bytes
+            ]
         lines += [f"split over tensor: {line}" for line in self.tensor_splits]
+        lines += [f"a block's collectives: {line}" for line in self.collectives]
         lines += [f"other parameter: {line}" for line in self.other_leaves]
         return title + out.getvalue() + "\n".join(lines)
 

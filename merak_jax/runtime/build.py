@@ -25,6 +25,7 @@ from merak_jax.runtime.program import StepProgram
 from merak_jax.runtime.reroll import Rerolled
 from merak_jax.runtime.sharding import choose_shardings
 from merak_jax.runtime.state import StateLayout, leaf_paths
+from merak_jax.runtime.tensor_options import TensorOptions
 from merak_jax.schedules.forward_only import forward_only
 from merak_jax.schedules.tick_table import TickTable
 from merak_jax.tracing.jaxprs import make_jaxpr
@@ -42,16 +43,20 @@ def build(
     packable: Sequence[int],
     given: Mapping[int, StateLayout],
     semantics: str,
+    tensor: TensorOptions,
 ) -> StepProgram:
     """Wire the passes for one set of argument shapes; `rows`: of one local microbatch, `micro`: see `separate`.
 
-    `given`: layouts in which arguments of an evaluation are stored already.
+    `given`: layouts in which arguments of an evaluation are stored already. `tensor`: what hides the communication of
+    tensor parallelism.
 
     Raises NotSeparableError and NoRepeatedBlocksError.
     """
     stages = mesh.shape["pipe"]
     known, known_specs = known_groups(full, given)
-    loss = separate(full, micro, rows, stages, semantics, list(known.lanes))
+    # On one device a loop over blocks would save nothing.
+    in_blocks = stages > 1 or mesh.shape["tensor"] > 1
+    loss = separate(full, micro, rows, in_blocks, semantics, list(known.lanes))
     chains = loss.found.chains
     if not chains and stages > 1:
         raise NoRepeatedBlocksError(
@@ -59,6 +64,7 @@ def build(
             f"{full.equation.params['source']}; use pipe=1, or make at least two layers equal"
         )
     program = loss.graph.program
+    pipelined = bool(loss.graph.chains)
     num_chunks, folded = _chunks_as_stored(known, table)
     counts = balanced_counts([flops(c.body) for c in chains], [c.length for c in chains], stages * num_chunks)
     chain_layouts = [LaneLayout(n, num_chunks, folded) for n in counts]
@@ -98,8 +104,22 @@ def build(
     groups = StateGroups({**groups.lanes, **known.lanes}, {**groups.stacks, **known.stacks}, groups.follows)
     in_groups = {v for g in groups.lanes for v in g} | set(groups.stacks)
     whole_leaves = [v for v, a in zip(jaxpr.invars, full.leaf_argument) if a in stored and v not in in_groups]
-    shardings = choose_shardings(loss.found, mesh, lane_groups, stack_inputs, groups, outer, whole_leaves)
-    if stages == 1:
+    paths = dict(zip(jaxpr.invars, full.leaf_path))
+
+    def paths_of(leaf: Any) -> list[str]:
+        """The paths of a parameter of the blocks: a variable for each block, or a stack of all."""
+        own = [outer(v) for v in (leaf if isinstance(leaf, tuple) else (leaf,))]
+        return [paths[v] for v in own if isinstance(v, Var) and v in paths]
+
+    def wanted(leaf: Any) -> tuple[int | None] | None:
+        stacked = not isinstance(leaf, tuple)
+        shape = (leaf if stacked else leaf[0]).aval.shape
+        return tensor.rules.of_blocks(paths_of(leaf), shape, stacked, mesh.shape["tensor"])
+
+    inside = {path for leaf in (*lane_groups, *stack_inputs) for path in paths_of(leaf)}
+    tensor.rules.check_used(sorted(inside), sorted(set(full.leaf_path) - inside))
+    shardings = choose_shardings(loss.found, mesh, lane_groups, stack_inputs, groups, outer, whole_leaves, wanted)
+    if not pipelined:
         # The loss runs as the user wrote it, and the state is stored so.
         shardings, groups = shardings.unpacked(), groups.unpacked()
         lane_groups, stack_inputs, chain_layouts = {}, {}, []
@@ -121,7 +141,7 @@ def build(
         layouts=tuple(chain_layouts),
         mesh=mesh,
         num_microbatches=num_microbatches,
-        table=table if stages > 1 else None,
+        table=table if pipelined else None,
         rows=full.rows,
         rows_status=tuple(loss.rows_status[v] for v in loss.graph.rows_inputs),
         output_status=tuple(output_status(loss, n, whole) for n in loss.graph.epilogue_outputs),
@@ -129,15 +149,17 @@ def build(
         shared_gradient=shared_gradient,
         shared_specs=shardings.shared(shared),
         lane_gradient=lane_gradient,
-        lane_specs=shardings.lane_operands if stages > 1 else (),
+        lane_specs=shardings.lane_operands if pipelined else (),
         differentiated=not full.is_evaluation,
-    ).with_derivatives()
+        rings=tensor.rings,
+        paired=tensor.overlap == "paired",
+    ).with_blocks(shardings.tensor, shardings.tokens(loss.found), tensor.sequence)
     return StepProgram(
         full,
         loss,
         layouts,
         tuple(chain_layouts),
-        table if stages > 1 else None,
+        table if pipelined else None,
         pipeline,
         shardings,
         update,

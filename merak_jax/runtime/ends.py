@@ -43,7 +43,7 @@ class Ends:
                     state["inbox"], state[f"returned{way}"], column[f"store_returned{way}"], [()] * len(state["inbox"])
                 )
 
-    def _sent(self, values, shift: int) -> dict[str, list[Any]]:
+    def _sent(self, stage, values, shift: int) -> dict[str, list[Any]]:
         """The values as they arrive, by the way: from the stage before (`shift` 1) or after (-1), and from the other side."""
         stages, table = self.run.stages, self.table
         if table.num_chunks > 1 and not table.folded:
@@ -54,7 +54,7 @@ class Ends:
             found[way] = [lax.ppermute(x, "pipe", pairs) for x in values]
             if table.folded:
                 # The stage at the end of this way has nobody behind it, and sends to itself.
-                turn = lax.axis_index("pipe") == (0 if step > 0 else stages - 1)
+                turn = stage == (0 if step > 0 else stages - 1)
                 found[way] = [jnp.where(turn, x, moved) for x, moved in zip(values, found[way])]
         return found
 

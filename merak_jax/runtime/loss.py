@@ -42,7 +42,7 @@ class LossInput:
 class LossProgram:
     """The microbatched loss as blocks, and what each of its inputs is.
 
-    `graph` is what runs; `found` has the blocks also where one stage runs the loss as the user wrote it.
+    `graph` is what runs; `found` has the blocks also where one device runs the loss as the user wrote it.
     """
 
     loss: MicrobatchedLoss
@@ -57,14 +57,15 @@ def separate(
     full: TracedStep,
     micro: TracedStep,
     rows: int,
-    stages: int,
+    in_blocks: bool,
     semantics: str,
     stored: Sequence[tuple[Var, ...]] = (),
 ) -> LossProgram:
     """Prove that the loss can be computed in microbatches of `rows` rows, and cut it into blocks.
 
     `micro`: the step traced at another number of rows, or at `rows` where `semantics` is "per_microbatch" and nothing is proved.
-    `stored`: groups of operands, one for each block, that are stored together.
+    `in_blocks`: whether it is run block by block, where it has blocks. `stored`: groups of operands, one for each block, that are
+    stored together.
     """
     if semantics == "per_microbatch":
         _check_constants(full, micro)
@@ -128,7 +129,7 @@ def separate(
     }
     groups = [tuple(operand_input[v] for v in group) for group in stored if all(v in operand_input for v in group)]
     found = find_blocks(program, domain, groups)
-    graph = found if stages > 1 else whole_loss(program, domain)
+    graph = found if in_blocks and found.chains else whole_loss(program, domain)
     # Merging equal equations keeps the inputs, so `inputs` stays valid for the graph's program.
     return LossProgram(proved, graph, found, tuple(constants), inputs, rows_status)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from merak_jax.runtime.ends import Ends, only, store
+from merak_jax.runtime.loops import Loops, run_loops, run_paired
 from merak_jax.runtime.stage import NO_POOL, Given, Pool, take
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Phase(Ends):
         self.splits = any(splits for _, splits in self.backward_modes)
         self.always_keeps = bool((columns["keep_slot"] >= 0)[columns["forward"] >= 0].all())
         self.keeps = self.present["keep_slot"]
+        self.in_one_loop = run.p.paired and {"F", "B"} <= parts
 
     def tick(self, state, column):
         """One tick: store what arrived, then the tasks."""
@@ -61,7 +63,7 @@ class Phase(Ends):
             for kind, (name, sources) in _COLUMNS.items()
             if kind in self.parts
         }
-        if self.table.form == "switched":
+        if self.table.form == "switched" or self.in_one_loop:
             self._together(state, column, tasks)
         else:
             self._after_each_other(state, column, tasks)
@@ -74,7 +76,11 @@ class Phase(Ends):
 
             def forward(run, stage, own, first):
                 own, out = self._forward(run, stage, own, first)
-                return {"new": self._changed(own, "F"), "last": self._last(stage, own, out), "sent": self._sent(out, 1)}
+                return {
+                    "new": self._changed(own, "F"),
+                    "last": self._last(stage, own, out),
+                    "sent": self._sent(stage, out, 1),
+                }
 
             result = self.run.on_stages(forward, self._own(state, tasks, "F"), self._first(column))
             self._update(state, result)
@@ -93,7 +99,7 @@ class Phase(Ends):
             own, out = self._backward(run, own)
             result: dict[str, Any] = {"new": self._changed(own, "RBW")}
             if "B" in self.parts:
-                result |= {"first": self._start(stage, own, out), "returned": self._sent(out, -1)}
+                result |= {"first": self._start(stage, own, out), "returned": self._sent(stage, out, -1)}
             return result
 
         whole = (None if cotangent is None else list(cotangent), column["epilogue_slot"])
@@ -103,20 +109,23 @@ class Phase(Ends):
             self._prologue_backward(state, column, result["first"])
 
     def _together(self, state, column, tasks) -> None:
-        """The one task of each stage, then the sends, then the epilogue: no stage waits for another one's task."""
+        """All tasks of each stage, then the sends, then the epilogue: no stage waits for another one's task."""
 
         def body(run, stage, own, first):
             out: list[Any] = []
             back: list[Any] = []
-            if "F" in self.parts:
-                own, out = self._forward(run, stage, own, first)
-            if self.parts & {"R", "B", "W"}:
-                own, back = self._backward(run, own)
+            if self.in_one_loop:
+                own, out, back = self._both(run, stage, own, first)
+            else:
+                if "F" in self.parts:
+                    own, out = self._forward(run, stage, own, first)
+                if self.parts & {"R", "B", "W"}:
+                    own, back = self._backward(run, own)
             result: dict[str, Any] = {"new": self._changed(own, "FRBW")}
             if "F" in self.parts:
-                result |= {"last": self._last(stage, own, out), "sent": self._sent(out, 1)}
+                result |= {"last": self._last(stage, own, out), "sent": self._sent(stage, out, 1)}
             if "B" in self.parts:
-                result |= {"first": self._start(stage, own, back), "returned": self._sent(back, -1)}
+                result |= {"first": self._start(stage, own, back), "returned": self._sent(stage, back, -1)}
             return result
 
         first = self._first(column) if "F" in self.parts else []
@@ -169,57 +178,95 @@ class Phase(Ends):
 
     def _forward(self, run, stage, own, first) -> tuple[dict[str, Any], list[Any]]:
         """F; also the carry that it ends with. An idle stage runs no block: no slot is touched."""
+        return self._after_forward(own, run_loops(self.stage, self._forward_loops(run, stage, own, first)))
+
+    def _forward_loops(self, run, stage, own, first) -> Loops:
         task, slot = own["tasks"]["F"], jnp.maximum(own["tasks"]["F"]["slot"], 0)
-        carry = self._carry(stage, task["chunk"], own["stash"], slot, first)
-        keep = Pool(own["residuals"], task["keep_slot"]) if self.keeps else NO_POOL
-        out, stash, kept = self.stage.forward(
-            carry,
+        return self.stage.forward_loops(
+            self._carry(stage, task["chunk"], own["stash"], slot, first),
             self._given(run, own["operands"], task),
             own["stash"],
             slot,
             task["m"] >= 0,
-            keep,
+            Pool(own["residuals"], task["keep_slot"]) if self.keeps else NO_POOL,
             self.keeps and self.always_keeps,
         )
+
+    def _after_forward(self, own, result) -> tuple[dict[str, Any], list[Any]]:
+        out, stash, kept = result
         return {**own, "stash": stash, **({"residuals": kept} if self.keeps else {})}, out
 
     def _backward(self, run, own) -> tuple[dict[str, Any], list[Any]]:
         """R, B or Bi, and W, as far as the phase has them; also the cotangent that B ends with, none where it has no B."""
-        own, stage_of, out = dict(own), self.stage, []
-        if "R" in self.parts:
-            task = own["tasks"]["R"]
-            own["residuals"] = stage_of.recompute(
-                self._given(run, own["operands"], task),
-                own["stash"],
-                jnp.maximum(task["slot"], 0),
-                Pool(own["residuals"], task["keep_slot"]),
-            )
+        own = self._recompute(run, own)
+        out: list[Any] = []
         if "B" in self.parts:
-            task = own["tasks"]["B"]
-            out, own["lanes"], own["block_shared"], saved = stage_of.backward(
-                [take(x, jnp.maximum(task["cotangent_slot"], 0)) for x in own["inbox"]],
-                self._given(run, own["operands"], task),
-                own["stash"],
-                jnp.maximum(task["slot"], 0),
-                own["lanes"],
-                own["block_shared"],
-                Pool(own["residuals"], task["residual_slot"]) if self.reads else NO_POOL,
-                Pool(own["saved"], task["saved_slot"]) if self.splits else NO_POOL,
-                self.backward_modes,
-            )
-            if self.splits:
-                own["saved"] = saved
-        if "W" in self.parts:
-            task = own["tasks"]["W"]
-            own["lanes"], own["block_shared"] = stage_of.weights(
-                self._given(run, own["operands"], task),
-                own["stash"],
-                jnp.maximum(task["slot"], 0),
-                own["lanes"],
-                own["block_shared"],
-                Pool(own["saved"], task["saved_slot"]),
-            )
-        return own, out
+            result = run_loops(self.stage, self._backward_loops(run, own), *self._read(own["stash"], own))
+            own, out = self._after_backward(own, result)
+        return self._weights(run, own), out
+
+    def _recompute(self, run, own) -> dict[str, Any]:
+        if "R" not in self.parts:
+            return own
+        task = own["tasks"]["R"]
+        residuals = self.stage.recompute(
+            self._given(run, own["operands"], task),
+            own["stash"],
+            jnp.maximum(task["slot"], 0),
+            Pool(own["residuals"], task["keep_slot"]),
+        )
+        return {**own, "residuals": residuals}
+
+    def _backward_loops(self, run, own) -> Loops:
+        task = own["tasks"]["B"]
+        return self.stage.backward_loops(
+            [take(x, jnp.maximum(task["cotangent_slot"], 0)) for x in own["inbox"]],
+            self._given(run, own["operands"], task),
+            jnp.maximum(task["slot"], 0),
+            own["lanes"],
+            own["block_shared"],
+            task["residual_slot"] if self.reads else -1,
+            Pool(own["saved"], task["saved_slot"]) if self.splits else NO_POOL,
+            self.backward_modes,
+        )
+
+    def _read(self, stash, own) -> tuple[Any, Any]:
+        """What B reads: the stash and the residuals."""
+        return stash, own["residuals"] if self.reads else ()
+
+    def _after_backward(self, own, result) -> tuple[dict[str, Any], list[Any]]:
+        out, lanes, shared, saved = result
+        return {**own, "lanes": lanes, "block_shared": shared, **({"saved": saved} if self.splits else {})}, out
+
+    def _weights(self, run, own) -> dict[str, Any]:
+        if "W" not in self.parts:
+            return own
+        task = own["tasks"]["W"]
+        lanes, shared = self.stage.weights(
+            self._given(run, own["operands"], task),
+            own["stash"],
+            jnp.maximum(task["slot"], 0),
+            own["lanes"],
+            own["block_shared"],
+            Pool(own["saved"], task["saved_slot"]),
+        )
+        return {**own, "lanes": lanes, "block_shared": shared}
+
+    def _both(self, run, stage, own, first) -> tuple[dict[str, Any], list[Any], list[Any]]:
+        """F and B in one loop over blocks: what F ends with, and what B ends with."""
+        own = self._recompute(run, own)
+        layers = {n for n, chain in enumerate(self.stage.chains) if chain.length > 1}
+
+        def read(forward):
+            _, stash, kept = forward
+            return self._read(stash, {**own, "residuals": kept} if self.keeps else own)
+
+        forward, backward = run_paired(
+            self.stage, self._forward_loops(run, stage, own, first), self._backward_loops(run, own), layers, read
+        )
+        own, out = self._after_forward(own, forward)
+        own, back = self._after_backward(own, backward)
+        return self._weights(run, own), out, back
 
     def _last(self, stage, own, out) -> list[Any]:
         """The carry that leaves the last visit of the path; zeros on other stages."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,12 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from merak_jax.partition.blocks import BlockGraph
-from merak_jax.partition.derivative import BlockDerivative
+from merak_jax.partition.derivative import BlockDerivative, BlockForward
 from merak_jax.partition.lanes import LaneLayout
+from merak_jax.partition.splits import BlockLayout, Split, Splits
+from merak_jax.partition.tensor import TensorLayout
 from merak_jax.runtime.microbatches import Run
+from merak_jax.runtime.overlap import Rings
 from merak_jax.runtime.rows import rows_back, rows_first
 from merak_jax.runtime.stage import is_differentiable, merge, select
 from merak_jax.runtime.tick_run import TickRun
@@ -50,24 +54,59 @@ class Pipeline:
     lane_gradient: tuple[bool, ...]
     lane_specs: tuple[PartitionSpec, ...]
     differentiated: bool = True
-    derivatives: tuple[BlockDerivative, ...] = ()
+    carry_specs: tuple[PartitionSpec, ...] = ()
+    rings: Rings | None = None
+    paired: bool = False
+    blocks: tuple[BlockForward | BlockDerivative, ...] = ()
+    splits: tuple[Splits, ...] = ()
 
-    def with_derivatives(self) -> Pipeline:
-        """The same with the derivatives of its blocks, where its ticks need them.
+    def with_blocks(
+        self, layouts: Sequence[TensorLayout | None], tokens: Sequence[int | None], sequence: bool
+    ) -> Pipeline:
+        """The same with the programs of its blocks, and where their values are over `tensor`.
 
-        They are traced here, outside of any mesh: made while the step is traced, their constants would belong to its mesh.
+        `layouts`: of each chain, where `tensor` splits its parameters; `tokens`: the dimension of each value of the carry along
+        which it can be split; `sequence`: whether it is.
+
+        Derivatives are traced here, outside of any mesh: made while the step is traced, their constants would belong to its mesh.
         """
-        table = self.table
-        if table is None or not (table.num_residual_slots or table.num_saved_slots):
+        if self.table is None:
             return self
+        chains = self.graph.chains
         wanted = {v for v, yes in zip(self.shared, self.shared_gradient) if yes}
-        feed = iter(self.lane_gradient)
-        found = []
-        for chain in self.graph.chains:
-            floats = [is_differentiable(aval) for aval in self.graph.carry_avals]
-            lanes = [next(feed) for _ in chain.lane_prepare.outvars]
-            found.append(BlockDerivative.of(chain, floats, lanes, [v in wanted for v in chain.shared]))
-        return dataclasses.replace(self, derivatives=tuple(found))
+        # Chains add to one sum of a value that several read: every device's own part, if all of them make such parts.
+        readers = Counter(v for chain in chains for v in chain.shared)
+        floats = [is_differentiable(aval) for aval in self.graph.carry_avals]
+        gradient, specs = iter(self.lane_gradient), iter(self.lane_specs)
+        blocks: list[BlockForward | BlockDerivative] = []
+        splits = []
+        for chain, split in zip(chains, layouts):
+            lanes = chain.lane_prepare.outvars
+            lane_gradient = [next(gradient) for _ in lanes]
+            layout = BlockLayout(
+                lanes=tuple(_tensor_dimension(next(specs)) for _ in lanes),
+                tokens=tuple(tokens),
+                sequence=sequence,
+                deals=sequence or self.rings is not None,
+                grouped=frozenset() if split is None else split.grouped,
+                size=self.mesh.shape["tensor"],
+            )
+            if not self.differentiated:
+                block = BlockForward.of(chain)
+                blocks.append(block)
+                splits.append(block.splits(layout))
+                continue
+            derivative = BlockDerivative.of(chain, floats, lane_gradient, [v in wanted for v in chain.shared])
+            local = [True] * sum(lane_gradient) + [readers[v] == 1 for v in chain.shared if v in wanted]
+            blocks.append(derivative)
+            splits.append(derivative.splits(layout, floats, local))
+        carry_specs = tuple(
+            P(*(("tensor" if d == place.dimension else None) for d in range(len(aval.shape))))
+            if isinstance(place, Split)
+            else P()
+            for place, aval in zip(layout.carry(), self.graph.carry_avals)
+        )
+        return dataclasses.replace(self, blocks=tuple(blocks), splits=tuple(splits), carry_specs=carry_specs)
 
     def __call__(self, lanes: Sequence[Any], shared: Sequence[Any], batch: Sequence[Any]):
         """`(outputs of the epilogue over the whole batch, lane gradients, shared gradients)`.
@@ -114,6 +153,11 @@ class Pipeline:
             for o, s, a in zip(outputs, self.output_status, self.graph.epilogue.outvars)
         ]
         return outputs, lane_sums, shared_sums
+
+
+def _tensor_dimension(spec: PartitionSpec) -> int | None:
+    """The dimension of one block's operand that is split over `tensor`; `spec`: of all blocks', `[P, N, ...]`."""
+    return next((d for d, axis in enumerate(spec[2:]) if axis == "tensor"), None)
 
 
 class _WholeRun(Run):

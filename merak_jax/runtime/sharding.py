@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from merak_jax.partition.blocks import BlockGraph
 from merak_jax.partition.chain import Chain
 from merak_jax.partition.lane_leaves import lane_leaves
 from merak_jax.partition.lanes import LaneLayout
+from merak_jax.partition.splits import WHOLE, BlockLayout, Place, Split, follow_splits
 from merak_jax.partition.tensor import TensorLayout, tensor_layout, vocabulary_split
 from merak_jax.runtime.groups import StateGroups, stack_leaves
 from merak_jax.tracing.jaxprs import defining_equations, make_jaxpr
@@ -34,7 +36,7 @@ class Shardings:
     slot_specs: tuple[PartitionSpec, ...]
     stored: dict[Any, PartitionSpec]
     stacks: frozenset[Var]
-    tensor: tuple[TensorLayout, ...]
+    tensor: tuple[TensorLayout | None, ...]
 
     def __getitem__(self, key: Any) -> PartitionSpec:
         return self.stored[key]
@@ -61,6 +63,14 @@ class Shardings:
             else:
                 stored[key] = spec
         return dataclasses.replace(self, stored=stored)
+
+    def tokens(self, graph: BlockGraph) -> list[int | None]:
+        """Per value of the carry the dimension along which it can be split over `tensor`; where chains differ, the usual one."""
+        found = []
+        for n in range(len(graph.carry_avals)):
+            own = [x.sequence[n] for x in self.tensor if x is not None and x.sequence[n] is not None]
+            found.append(Counter(own).most_common(1)[0][0] if own else None)
+        return found
 
     def shared(self, variables: Sequence[Var]) -> tuple[PartitionSpec, ...]:
         """Specs of shared values: tables that prologue or epilogue look up or multiply are split, all else is whole."""
@@ -162,10 +172,15 @@ def choose_shardings(
     groups: StateGroups,
     outer: Callable[[Var], Any],
     whole_leaves: Sequence[Var],
+    given: Callable[[Any], tuple[int | None] | None],
 ) -> Shardings:
-    """Column and row splits for what the blocks read, splits over pipe and tensor for tables, copies for the rest."""
+    """Column and row splits for what the blocks read, splits over pipe and tensor for tables, copies for the rest.
+
+    `given(leaf)`: `(dimension,)` of one block's part along which the user wants a parameter split, `(None,)` for whole, None where
+    nothing is said; a leaf is a variable per block, or a stack.
+    """
     tensor = mesh.shape["tensor"]
-    layouts: list[TensorLayout] = []
+    layouts: list[TensorLayout | None] = []
     lane_operands: list[PartitionSpec] = []
     slot_specs: list[PartitionSpec] = []
     leaf_split: dict[Any, int | None] = {}
@@ -173,10 +188,14 @@ def choose_shardings(
         operands = chain.lane_prepare.outvars
         positions = list(range(chain.num_carry, chain.num_carry + len(operands)))
         splits: Sequence[int | None] = [None] * len(operands)
+        layout = None
         if tensor > 1 and operands:
-            layouts.append(tensor_layout(chain.body, positions, tensor, carry_invars=range(chain.num_carry)))
-            splits = layouts[-1].splits
-            leaf_split.update(_leaf_splits(graph, chain, lane_groups, stack_inputs, tensor))
+            leaves = _BlockLeaves(graph, chain, lane_groups, stack_inputs)
+            own, fixed = leaves.splits(tensor, given)
+            layout = tensor_layout(chain.body, positions, tensor, carry_invars=range(chain.num_carry), fixed=fixed)
+            splits = layout.splits
+            leaf_split.update(own)
+        layouts.append(layout)
         specs = [_lane_spec(len(v.aval.shape), s) for v, s in zip(operands, splits)]
         by_operand = dict(zip(operands, specs))
         lane_operands += specs
@@ -212,28 +231,63 @@ def _lane_spec(ndim: int, split: int | None) -> PartitionSpec:
     return P("pipe", None, *("tensor" if d == split else None for d in range(ndim)))
 
 
-def _leaf_splits(graph: BlockGraph, chain: Chain, lane_groups, stack_inputs, tensor: int) -> dict[Any, int | None]:
-    """The split of each parameter of a block, found on the block together with what prepares its operands."""
-    if any(s.stack is not None for s in chain.slots):
-        lane_vars = list(chain.lane_prepare.invars[: len(chain.slots)])
-        eqns = [*chain.lane_prepare.eqns, *chain.body.eqns]
-        keys = [_stack_source(graph, chain, s.stack, stack_inputs) for s in chain.slots]
-        leaves = [(key, var) for key, var in zip(keys, lane_vars) if key is not None]
-        inputs = lane_vars
-    else:
-        own = lane_leaves(graph.program, [s.values for s in chain.slots])
-        lane_groups = [g for g in own if g in lane_groups]
-        rename = dict(zip(chain.body.invars[chain.num_carry :], (s.values[0] for s in chain.slots)))
-        body = [
-            e.replace(invars=[rename.get(a, a) if isinstance(a, Var) else a for a in e.invars]) for e in chain.body.eqns
-        ]
-        leaves = [(g, g[0]) for g in lane_groups]
-        inputs = [v for _, v in leaves]
-        eqns = [*_ancestors(graph.program, [a for a in rename.values() if isinstance(a, Var)], set(inputs)), *body]
-    jaxpr = _closed(chain.body.invars[: chain.num_carry], inputs, eqns, chain.body.outvars)
-    positions = [jaxpr.invars.index(v) for _, v in leaves]
-    layout = tensor_layout(jaxpr, positions, tensor, carry_invars=range(chain.num_carry))
-    return {key: split for (key, _), split in zip(leaves, layout.splits)}
+class _BlockLeaves:
+    """The parameters of a block, and the block together with what prepares its operands from them."""
+
+    def __init__(self, graph: BlockGraph, chain: Chain, lane_groups, stack_inputs):
+        self.chain, body = chain, chain.body
+        slots = chain.lane_prepare.invars[: len(chain.slots)]
+        if any(s.stack is not None for s in chain.slots):
+            keys = [_stack_source(graph, chain, s.stack, stack_inputs) for s in chain.slots]
+            # Leaves, and the inputs of the program that they are.
+            self.leaves = [(key, var) for key, var in zip(keys, slots) if key is not None]
+            inputs, eqns = list(slots), []
+            self.slots = dict(zip(slots, slots))
+        else:
+            own = lane_leaves(graph.program, [s.values for s in chain.slots])
+            self.leaves = [(g, g[0]) for g in own if g in lane_groups]
+            inputs = [v for _, v in self.leaves]
+            self.slots = {slot: s.values[0] for slot, s in zip(slots, chain.slots)}
+            wanted = [a for a in self.slots.values() if isinstance(a, Var)]
+            eqns = _ancestors(graph.program, wanted, set(inputs))
+        self.before = _closed([], inputs, eqns, [a for a in self.slots.values() if isinstance(a, Var)])
+        rename = {v: a for v, a in self.slots.items() if v is not a}
+        prepare = [e.replace(invars=_renamed(e.invars, rename)) for e in chain.lane_prepare.eqns]
+        operands = dict(zip(body.invars[chain.num_carry :], _renamed(chain.lane_prepare.outvars, rename)))
+        block = [e.replace(invars=_renamed(e.invars, operands)) for e in body.eqns]
+        self.program = _closed(body.invars[: chain.num_carry], inputs, [*eqns, *prepare, *block], body.outvars)
+
+    def splits(
+        self, tensor: int, given: Callable[[Any], tuple[int | None] | None]
+    ) -> tuple[dict[Any, int | None], dict[int, int | None]]:
+        """The split of each leaf, and of the operands that are made of those that the user splits, by their position."""
+        positions = [self.program.invars.index(v) for _, v in self.leaves]
+        found = [given(key) for key, _ in self.leaves]
+        fixed = {n: own[0] for n, own in enumerate(found) if own is not None}
+        carry = range(self.chain.num_carry)
+        layout = tensor_layout(self.program, positions, tensor, carry_invars=carry, fixed=fixed)
+        splits = {key: split for (key, _), split in zip(self.leaves, layout.splits)}
+        return splits, self._operands(tensor, layout.splits) if fixed else {}
+
+    def _operands(self, tensor: int, splits: Sequence[int | None]) -> dict[int, int | None]:
+        """How the operands of the block are split if the leaves are."""
+        nothing = BlockLayout((), (), False, False, frozenset(), tensor)
+
+        def follow(program: Jaxpr, places: Mapping[Var, Place]) -> list[Place]:
+            found = follow_splits(
+                program, [places.get(v, WHOLE) for v in program.invars], [None] * len(program.invars), nothing
+            )
+            return [found.of(v) for v in program.outvars]
+
+        leaves = {v: WHOLE if d is None else Split(d, False) for (_, v), d in zip(self.leaves, splits)}
+        made = dict(zip(self.before.outvars, follow(self.before, leaves)))
+        slots = {slot: made[a] for slot, a in self.slots.items() if a in made}
+        operands = follow(self.chain.lane_prepare, slots)
+        return {n: p.dimension if isinstance(p, Split) else None for n, p in enumerate(operands)}
+
+
+def _renamed(atoms: Sequence[Any], names: Mapping[Var, Any]) -> list[Any]:
+    return [names.get(a, a) if isinstance(a, Var) else a for a in atoms]
 
 
 def _stack_source(graph: BlockGraph, chain: Chain, stack: Any, stack_inputs):

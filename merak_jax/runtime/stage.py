@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from merak_jax.partition.chain import Chain
-from merak_jax.partition.derivative import BlockDerivative
+from merak_jax.runtime.loops import Block, Loop, Loops
 
 if TYPE_CHECKING:
     from merak_jax.runtime.placement import Placement
@@ -49,6 +49,15 @@ class Pool(NamedTuple):
 
 
 NO_POOL = Pool((), -1)
+# What profiles and compiled programs call the work of a block.
+BLOCK = "block"
+# The part of a block that B is, by whether it reads residuals and whether it leaves W for later.
+_BACKWARD = {
+    (True, False): "backward",
+    (False, False): "pull_back",
+    (True, True): "input_gradient",
+    (False, True): "pull_input",
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +67,7 @@ class Stage:
     `lane_gradient`: per chain, which lane operands of its body gradients are wanted for. `shared`, `side`: the variables of the
     shared values and of the rows that are given; `shared_gradient`: which of the shared ones gradients are wanted for.
     `once`: which values of the carry are stashed once and not per block. `placement`: how values are split over
-    `tensor`. `derivatives`: of each chain's block, where R, Bi, W or kept residuals occur.
+    `tensor`. `blocks`: the BlockDerivative of each chain, in an evaluation its BlockForward.
     """
 
     chains: tuple[Chain, ...]
@@ -68,7 +77,7 @@ class Stage:
     side: tuple[Any, ...]
     once: tuple[bool, ...]
     placement: Placement
-    derivatives: tuple[BlockDerivative, ...] = ()
+    blocks: tuple[Any, ...]
 
     @functools.cached_property
     def carry_float(self) -> tuple[bool, ...]:
@@ -89,48 +98,43 @@ class Stage:
             before = before + count
         return found
 
-    def forward(self, carry, given: Given, stash, slot, active, keep: Pool = NO_POOL, always_keeps: bool = False):
-        """Run the visit's blocks from `carry`; `(last carry, stash with each block's input, buffers of what is kept)`.
+    def forward_loops(
+        self, carry, given: Given, stash, slot, active, keep: Pool = NO_POOL, always_keeps: bool = False
+    ) -> Loops:
+        """Loops that run the visit's blocks from `carry`: `(last carry, stash with each block's input, buffers of what is kept)`.
 
         `stash`: per carry value `[slots, n, ...]`, or `[slots, ...]` where it is stashed once. Counts may differ per stage, also
         be 0. Where `active` is false the stage idles, and no slot is touched. `keep`: where residuals go, on stages whose slot
         is not negative; on all of them if it `always_keeps`.
         """
-        carry, stash = list(carry), list(stash)
         stash = [
             put(s, jnp.where(active, c, take(s, slot)), slot) if same else s
             for s, c, same in zip(stash, carry, self.once)
         ]
-        kept = [list(b) for b in keep.buffers]
+        loops = []
         for number, first, count, before in self._visits(given):
-            chain = self.chains[number]
             own_shared, rows = self._own(number, given)
 
-            def operands(i, carry, number=number, first=first, own_shared=own_shared, rows=rows):
-                lanes = [take(x, first + i) for x in given.lanes[number]]
-                return self.placement.operands([*carry, *lanes, *own_shared, *rows], number)
-
-            def body(i, state, chain=chain, before=before, operands=operands):
-                carry, stash = state
-                changing = [put(s, c, slot, before + i) for s, c in zip(stash, self._changing(carry))]
-                return self.placement.whole(self.placement.evaluate(chain.body, operands(i, carry))), changing
-
-            def keeping(i, state, number=number, before=before, operands=operands):
+            def body(i, state, keeps, number=number, first=first, before=before, own_shared=own_shared, rows=rows):
                 carry, stash, kept = state
-                changing = [put(s, c, slot, before + i) for s, c in zip(stash, self._changing(carry))]
-                out = self.derived(number, "keep", operands(i, carry))
-                new = [put(b, x, jnp.maximum(keep.slot, 0), i) for b, x in zip(kept, out[len(carry) :])]
-                return self.placement.whole(out[: len(carry)]), changing, new
+                changing = [put(s, c, slot, before + i) for s, c in zip(self._changing(stash), self._changing(carry))]
+                stash = merge([not same for same in self.once], changing, stash)
+                lanes = [take(x, first + i) for x in given.lanes[number]]
+                operands = self.placement.operands([*carry, *lanes, *own_shared, *rows], number)
+                out = yield Block(number, "keep" if keeps else "forward", operands)
+                if keeps:
+                    residuals = self.placement.stored(out[len(carry) :], self.blocks[number].residual_vars, number)
+                    new = [put(b, x, jnp.maximum(keep.slot, 0), i) for b, x in zip(kept[number], residuals)]
+                    kept = [*kept[:number], new, *kept[number + 1 :]]
+                return self.placement.carry(out[: len(carry)]), stash, kept
 
-            changing = self._changing(stash)
             if not always_keeps:
                 plain = count if keep is NO_POOL else jnp.where(keep.slot < 0, count, 0)
-                carry, changing = lax.fori_loop(0, plain, body, (carry, changing))
+                loops.append(Loop(number, plain, functools.partial(body, keeps=False)))
             if keep is not NO_POOL:
                 some = count if always_keeps else jnp.where(keep.slot >= 0, count, 0)
-                carry, changing, kept[number] = lax.fori_loop(0, some, keeping, (carry, changing, kept[number]))
-            stash = merge([not same for same in self.once], changing, stash)
-        return carry, stash, kept
+                loops.append(Loop(number, some, functools.partial(body, keeps=True)))
+        return Loops(loops, (list(carry), stash, [list(b) for b in keep.buffers]))
 
     def _changing(self, values) -> list[Any]:
         return select([not same for same in self.once], values)
@@ -146,9 +150,10 @@ class Stage:
 
         return at
 
-    def _operands(self, given: Given, stash, slot) -> Iterator[tuple[int, Any, Callable[[Any], list[Any]]]]:
-        """Of each chain its number, its blocks, and the operands of block i."""
+    def _operands(self, given: Given, stash, slot) -> list[tuple[Any, Callable[[Any], list[Any]]]]:
+        """Of each chain its blocks, and the operands of block i."""
         carry_at = self._stashed(stash, slot)
+        found: list[tuple[Any, Callable[[Any], list[Any]]]] = []
         for number, first, count, before in self._visits(given):
             own_shared, rows = self._own(number, given)
 
@@ -156,147 +161,124 @@ class Stage:
                 lanes = [take(x, first + i) for x in given.lanes[number]]
                 return self.placement.operands([*carry_at(before + i), *lanes, *own_shared, *rows], number)
 
-            yield number, count, at
+            found.append((count, at))
+        return found
 
     def recompute(self, given: Given, stash, slot, keep: Pool):
         """Make the residuals of the visit's blocks again, from their stashed inputs; the buffers that they are kept in."""
         kept = [list(b) for b in keep.buffers]
-        for number, count, operands in self._operands(given, stash, slot):
+        for number, (count, operands) in enumerate(self._operands(given, stash, slot)):
 
             def body(i, buffers, number=number, operands=operands):
-                made = self.derived(number, "recompute", operands(i))
+                made = self.block(Block(number, "recompute", operands(i)))
+                made = self.placement.stored(made, self.blocks[number].residual_vars, number)
                 return [put(b, x, jnp.maximum(keep.slot, 0), i) for b, x in zip(buffers, made)]
 
             kept[number] = lax.fori_loop(0, count, body, kept[number])
         return kept
 
-    def backward(
+    def backward_loops(
         self,
         cotangent,
         given: Given,
-        stash,
         slot,
         lane_sums,
         shared_sums,
-        residuals: Pool = NO_POOL,
+        residual_slot: Any = -1,
         saved: Pool = NO_POOL,
         modes: Sequence[tuple[bool, bool]] = ((False, False),),
-    ):
-        """Pull `cotangent` (of the float carry values) back through the visit's blocks, the last first.
+    ) -> Loops:
+        """Loops that pull `cotangent` (of the float carry values) back through the visit's blocks, the last first.
 
         `modes`: the ways in which stages do it in this tick, each `(reads residuals, leaves W for later)`; which one a stage
-        takes, the slots of `residuals` and `saved` say.
+        takes, `residual_slot` and the slot of `saved` say. They read the stash and the buffers of residuals.
 
-        Returns `(cotangent of the first block's carry, lane_sums, shared_sums, saved buffers)`, sums with this microbatch's
+        Their state is `(cotangent of the first block's carry, lane_sums, shared_sums, saved buffers)`, sums with this microbatch's
         gradients added where W is not left for later.
         """
-        cotangent, lane_sums = self.placement.whole(cotangent), list(lane_sums)
-        sums = dict(zip(self._wanted_shared, shared_sums))
-        later = [list(b) for b in saved.buffers]
-        for number, count, operands in reversed(list(self._operands(given, stash, slot))):
-            names = [v for v in self.chains[number].shared if v in sums]
+        place = {v: n for n, v in enumerate(self._wanted_shared)}
+        loops = []
+        for number, _, count, _ in reversed(self._visits(given)):
             for reads, splits in modes:
                 own = count
                 if len(modes) > 1:
-                    here = jnp.bool_(True)
-                    if residuals is not NO_POOL:
-                        here &= (residuals.slot >= 0) == reads
+                    here = (jnp.asarray(residual_slot) >= 0) == reads
                     if saved is not NO_POOL:
                         here &= (saved.slot >= 0) == splits
                     own = jnp.where(here, count, 0)
 
-                def body(step, state, number=number, own=own, operands=operands, reads=reads, splits=splits):
+                def body(step, state, stash, kept, number=number, own=own, reads=reads, splits=splits):
                     cotangent, lane_sums, shared_sums, later = state
                     i = own - 1 - step
-                    kept = (
-                        [take(b, jnp.maximum(residuals.slot, 0), i) for b in residuals.buffers[number]]
-                        if reads
-                        else None
-                    )
+                    operands = self._operands(given, stash, slot)[number][1](i)
+                    residuals = [take(b, jnp.maximum(residual_slot, 0), i) for b in kept[number]] if reads else []
+                    part = _BACKWARD[reads, splits]
+                    out = yield Block(number, part, [*operands, *residuals, *cotangent])
+                    n = len(cotangent)
+                    cotangent, out = self.placement.cotangents(out[:n]), out[n:]
                     if splits:
-                        if kept is None:
-                            kept = self.derived(number, "recompute", operands(i))
-                        out = self.derived(number, "input_gradient", operands(i), *kept, *cotangent)
-                        cotangent, new = self.placement.whole(out[: len(cotangent)]), out[len(cotangent) :]
-                        later = [put(b, x, jnp.maximum(saved.slot, 0), i) for b, x in zip(later, new)]
-                        return cotangent, lane_sums, shared_sums, later
-                    cotangent, d_lanes, d_shared = self.pull_back(number, operands(i), cotangent, kept)
-                    cotangent = self.placement.whole(cotangent)
-                    return cotangent, *self._add(number, i, given, lane_sums, d_lanes, shared_sums, d_shared), later
+                        out = self.placement.stored(out, self.blocks[number].saved_vars, number)
+                        new = [put(b, x, jnp.maximum(saved.slot, 0), i) for b, x in zip(later[number], out)]
+                        return cotangent, lane_sums, shared_sums, [*later[:number], new, *later[number + 1 :]]
+                    names = [place[v] for v in self.chains[number].shared if v in place]
+                    own_sums = [shared_sums[n] for n in names]
+                    new, own_sums = self._add(number, i, given, lane_sums[number], own_sums, out)
+                    shared_sums = list(shared_sums)
+                    for n, total in zip(names, own_sums):
+                        shared_sums[n] = total
+                    return cotangent, [*lane_sums[:number], new, *lane_sums[number + 1 :]], shared_sums, later
 
-                state = (cotangent, list(lane_sums[number]), [sums[v] for v in names], later[number] if splits else [])
-                cotangent, lane_sums[number], total, new = lax.fori_loop(0, own, body, state)
-                sums.update(zip(names, total))
-                if splits:
-                    later[number] = new
-        return cotangent, lane_sums, list(sums.values()), later
+                loops.append(Loop(number, own, body))
+        state = (
+            self.placement.cotangents(cotangent),
+            [list(sums) for sums in lane_sums],
+            list(shared_sums),
+            [list(b) for b in saved.buffers],
+        )
+        return Loops(loops, state)
 
     def weights(self, given: Given, stash, slot, lane_sums, shared_sums, saved: Pool):
         """The gradients of the visit's parameters, from what Bi saved: `(lane_sums, shared_sums)` with them added."""
         lane_sums, sums = list(lane_sums), dict(zip(self._wanted_shared, shared_sums))
-        for number, count, operands in self._operands(given, stash, slot):
+        for number, (count, operands) in enumerate(self._operands(given, stash, slot)):
             names = [v for v in self.chains[number].shared if v in sums]
 
             def body(i, state, number=number, operands=operands):
                 lane_sums, shared_sums = state
                 made = [take(b, jnp.maximum(saved.slot, 0), i) for b in saved.buffers[number]]
-                out = self.derived(number, "weight_gradient", operands(i), *made)
-                n = len(lane_sums)
-                return self._add(number, i, given, lane_sums, out[:n], shared_sums, out[n:])
+                out = self.block(Block(number, "weight_gradient", [*operands(i), *made]))
+                return self._add(number, i, given, lane_sums, shared_sums, out)
 
             state = (list(lane_sums[number]), [sums[v] for v in names])
             lane_sums[number], total = lax.fori_loop(0, count, body, state)
             sums.update(zip(names, total))
         return lane_sums, list(sums.values())
 
-    def _add(self, number: int, i, given: Given, lane_sums, d_lanes, shared_sums, d_shared):
-        """Sums with the gradients of block i added."""
+    def _add(self, number: int, i, given: Given, lane_sums, shared_sums, gradients):
+        """Sums with the gradients of block i added: of its lanes, then of shared values."""
         at = given.visit[number, 0] + i
-        lane_sums = [put(a, take(a, at) + g.astype(a.dtype), at) for a, g in zip(lane_sums, d_lanes)]
-        shared_sums = [a + g.astype(a.dtype) for a, g in zip(shared_sums, d_shared)]
+        lane_sums = [put(a, take(a, at) + g.astype(a.dtype), at) for a, g in zip(lane_sums, gradients)]
+        shared_sums = [a + g.astype(a.dtype) for a, g in zip(shared_sums, gradients[len(lane_sums) :])]
         return self.placement.lane_sums(lane_sums, number), shared_sums
 
     @functools.cached_property
     def _wanted_shared(self) -> list[Any]:
         return select(self.shared_gradient, self.shared)
 
-    def derived(self, number: int, part: str, operands: Sequence[Any], *more: Any) -> list[Any]:
-        """The outputs of a slice of the derivative of a chain's block, by its name."""
-        derivative = self.derivatives[number]
-        return self.placement.evaluate(getattr(derivative, part), [*derivative.constants, *operands, *more])
+    def block(self, block: Block) -> list[Any]:
+        """The outputs of a part of a chain's block."""
+        with jax.named_scope(BLOCK):
+            return self.placement.evaluate(*self._program(block))
 
-    def pull_back(self, number: int, operands, cotangent, kept=None):
-        """Pull `cotangent` back through one block of a chain: gradients of float carry, wanted lanes, wanted shared.
+    def both(self, first: Block, second: Block) -> tuple[list[Any], list[Any]]:
+        """The outputs of two blocks, the collectives of each beside the matmuls of the other."""
+        with jax.named_scope(BLOCK), jax.named_scope("both"):
+            one, two = self.placement.evaluate_both([self._program(first), self._program(second)])
+        return one, two
 
-        `kept`: the block's residuals; without them its forward is run again.
-        """
-        floats, chain, lane_gradient = self.carry_float, self.chains[number], self.lane_gradient[number]
-        lanes_wanted = sum(lane_gradient)
-        if kept is not None:
-            out = self.derived(number, "backward", operands, *kept, *cotangent)
-            n = len(cotangent)
-            return out[:n], out[n : n + lanes_wanted], out[n + lanes_wanted :]
-        wanted = set(self._wanted_shared)
-        shared_gradient = [v in wanted for v in chain.shared]
-        at = [len(floats), len(floats) + len(lane_gradient), len(floats) + len(lane_gradient) + len(shared_gradient)]
-        carry, lane, shared, rows = (
-            operands[: at[0]],
-            operands[at[0] : at[1]],
-            operands[at[1] : at[2]],
-            operands[at[2] :],
-        )
-
-        def block(carry_part, lane_part, shared_part):
-            operands = [
-                *merge(floats, carry_part, carry),
-                *merge(lane_gradient, lane_part, lane),
-                *merge(shared_gradient, shared_part, shared),
-                *rows,
-            ]
-            return select(floats, self.placement.evaluate(chain.body, operands))
-
-        _, pull = jax.vjp(block, select(floats, carry), select(lane_gradient, lane), select(shared_gradient, shared))
-        return pull(list(cotangent))
+    def _program(self, block: Block) -> tuple[Any, list[Any], int]:
+        own = self.blocks[block.chain]
+        return getattr(own, block.part), [*own.constants, *block.operands], block.chain
 
 
 def select(wanted: Sequence[bool], values: Sequence[Any]) -> list[Any]:

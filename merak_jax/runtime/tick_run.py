@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from merak_jax.partition.chain import stashed_once
+from merak_jax.partition.derivative import BlockDerivative
+from merak_jax.partition.splits import LOCAL
 from merak_jax.runtime.columns import columns_of
 from merak_jax.runtime.microbatches import Run
 from merak_jax.runtime.phase import Phase
-from merak_jax.runtime.placement import Placement
+from merak_jax.runtime.placement import Placement, spec_of
 from merak_jax.runtime.stage import Stage, accumulator_dtype, is_differentiable, put, select, take
 from merak_jax.tracing.jaxprs import evaluate
 
@@ -37,6 +40,11 @@ class TickRun(Run):
         self.lanes = self._by_chain(lanes)
         self.lane_gradient = self._by_chain(pipeline.lane_gradient)
         self.lane_specs = self._by_chain(pipeline.lane_specs)
+        self.carry_specs = pipeline.carry_specs
+        self.lane_sum_specs = [
+            [P("pipe", None, "tensor") if is_local else spec for is_local, spec in zip(self._local(number)[0], specs)]
+            for number, specs in enumerate(map(select, self.lane_gradient, self.lane_specs))
+        ]
         # [P, V, chains, 2]: the first lane and the number of blocks of each visit.
         self.visits = np.stack([layout.visits for layout in pipeline.layouts], axis=2)
         self.stage = Stage(
@@ -47,7 +55,7 @@ class TickRun(Run):
             graph.side_rows,
             stashed_once(graph.chains) if pipeline.differentiated else (True,) * len(graph.carry_avals),
             Placement(self),
-            pipeline.derivatives,
+            pipeline.blocks,
         )
 
     def _by_chain(self, values: Sequence[Any]) -> list[list[Any]]:
@@ -72,15 +80,38 @@ class TickRun(Run):
         """What the blocks read of a microbatch besides the carry."""
         return evaluate(self.graph.side, [], *self.values(self.graph.side_shared), *rows, special=self.unsplit)
 
+    def _local(self, number: int) -> tuple[list[bool], list[bool]]:
+        """Of the gradients of a chain's lanes, and of the shared values it reads, which every device has its own part of."""
+        block = self.p.blocks[number]
+        if not isinstance(block, BlockDerivative):
+            return [], []
+        places = [self.p.splits[number].of(v) is LOCAL for v in block.outputs[2]]
+        lanes = sum(self.lane_gradient[number])
+        return places[:lanes], places[lanes:]
+
     def zero_lane_sums(self) -> list[list[Any]]:
+        """Accumulators `[P, N, ...]`, `[P, N, T, ...]` of parts."""
         found = []
         for number, lanes in enumerate(self.lanes):
-            wanted = select(self.lane_gradient[number], lanes)
-            specs = select(self.lane_gradient[number], self.lane_specs[number])
-            found.append(
-                [self.constrain(jnp.zeros(x.shape, accumulator_dtype(x.dtype)), s) for x, s in zip(wanted, specs)]
-            )
+            wanted, (local, _) = select(self.lane_gradient[number], lanes), self._local(number)
+            sums = [
+                jnp.zeros((*x.shape[:2], *self._parts(is_local), *x.shape[2:]), accumulator_dtype(x.dtype))
+                for x, is_local in zip(wanted, local)
+            ]
+            found.append([self.constrain(x, s) for x, s in zip(sums, self.lane_sum_specs[number])])
         return found
+
+    def _parts(self, is_local: bool) -> tuple[int, ...]:
+        return (self.p.mesh.shape["tensor"],) if is_local else ()
+
+    @functools.cached_property
+    def local_shared(self) -> list[bool]:
+        """Which gradients of shared values every device has its own part of."""
+        local = set()
+        for number, chain in enumerate(self.graph.chains):
+            read = [v for v in chain.shared if v in set(select(self.stage.shared_gradient, self.stage.shared))]
+            local |= {v for v, yes in zip(read, self._local(number)[1]) if yes}
+        return [v in local for v in select(self.stage.shared_gradient, self.stage.shared)]
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -95,7 +126,7 @@ class TickRun(Run):
         depths = self.visits[..., 1].max((0, 1)).tolist()
         return [
             [empty_buffer((self.stages, slots, max(1, depth), *v.aval.shape), v.aval.dtype) for v in getattr(d, kind)]
-            for d, depth in zip(self.stage.derivatives, depths)
+            for d, depth in zip(self.stage.blocks, depths)
         ]
 
     def gradients(self):
@@ -115,8 +146,10 @@ class TickRun(Run):
             ],
             "lanes": self.zero_lane_sums(),
             "block_shared": [
-                jnp.zeros((*lead, *v.shape), accumulator_dtype(v.dtype))
-                for v in select(self.stage.shared_gradient, self.values(self.stage.shared))
+                jnp.zeros((*lead, *self._parts(is_local), *v.shape), accumulator_dtype(v.dtype))
+                for v, is_local in zip(
+                    select(self.stage.shared_gradient, self.values(self.stage.shared)), self.local_shared
+                )
             ],
             "shared": self.zero_shared_sums(),
             "outputs": self.zero_outputs(),
@@ -129,18 +162,56 @@ class TickRun(Run):
             for way in self.ways:
                 state[name + way] = [empty_buffer((*lead, *a.shape), a.dtype) for a in types]
         state["arrived"] = self._after_what_is_read_later(state["arrived"])
+        specs = self._buffer_specs()
         for name, values in state.items():
-            if name not in ("lanes", "shared", "outputs"):
-                state[name] = jax.tree.map(lambda x: self.constrain(x, P("pipe")), values)
+            if name in specs:
+                state[name] = jax.tree.map(self.constrain, values, specs[name])
         tables = columns_of(table)
         for phase in table.phases:
             columns = {name: column[phase.start : phase.stop] for name, column in tables.items()}
             phase_run = Phase(self, phase.parts, columns)
             state, _ = lax.scan(phase_run.tick, state, {name: jnp.asarray(column) for name, column in columns.items()})
         shared = dict(zip([v for v, yes in zip(self.p.shared, self.wanted) if yes], state["shared"]))
-        for v, total in zip(select(self.stage.shared_gradient, self.stage.shared), state["block_shared"]):
-            shared[v] = shared[v] + total.sum(0)
-        return state["outputs"], sum(state["lanes"], []), self.constrain_shared_sums(list(shared.values()))
+        names = select(self.stage.shared_gradient, self.stage.shared)
+        for v, total, is_local in zip(names, state["block_shared"], self.local_shared):
+            shared[v] = shared[v] + total.sum((0, 1) if is_local else 0)
+        lanes = [
+            x.sum(2) if is_local else x
+            for number, sums in enumerate(state["lanes"])
+            for x, is_local in zip(sums, self._local(number)[0])
+        ]
+        return state["outputs"], lanes, self.constrain_shared_sums(list(shared.values()))
+
+    def _buffer_specs(self) -> dict[str, Any]:
+        """How buffers are split: over `pipe`, and as the values in them are over `tensor`."""
+
+        def after(spec: PartitionSpec, lead: int) -> PartitionSpec:
+            return P("pipe", *[None] * (lead - 1), *spec)
+
+        floats = self.stage.carry_float if self.p.differentiated else [False] * len(self.carry_specs)
+        gradients = select(floats, self.carry_specs)
+        specs = {
+            "stash": [after(s, 2 if same else 3) for s, same in zip(self.carry_specs, self.stage.once)],
+            "inbox": [after(s, 2) for s in gradients],
+            "block_shared": [P("pipe", "tensor") if is_local else P("pipe") for is_local in self.local_shared],
+        }
+        for name, own in (("arrived", self.carry_specs), ("returned", gradients)):
+            specs.update((f"{name}{way}", [after(s, 1) for s in own]) for way in self.ways)
+        table = self.p.table
+        assert table is not None
+        for name, slots, kind in (
+            ("residuals", table.num_residual_slots, "residual_vars"),
+            ("saved", table.num_saved_slots, "saved_vars"),
+        ):
+            specs[name] = (
+                [
+                    [after(spec_of(splits.of(v), v.aval.ndim), 3) for v in getattr(block, kind)]
+                    for block, splits in zip(self.stage.blocks, self.p.splits)
+                ]
+                if slots
+                else []
+            )
+        return specs
 
     def _after_what_is_read_later(self, buffers) -> list[Any]:
         """The same empty buffers, but known only when every small shared value is: the first phase starts after them.
@@ -160,13 +231,15 @@ class TickRun(Run):
         `stage_args` are split over `pipe` in dimension 0, `whole_args` are not; `run` reads the values that blocks need.
         """
         names = list(dict.fromkeys([*self.stage.shared, *self.graph.side_shared]))
+        # Not `lax.axis_index`: with loops over `tensor` inside, XLA finds some of its instructions ambiguous.
+        numbers = jnp.arange(self.stages, dtype=jnp.int32)
 
-        def body(stage_args, whole_args, values):
+        def body(number, stage_args, whole_args, values):
             own = jax.tree.map(lambda x: x[0], stage_args)
             run = copy.copy(self)
             shared, run.rows, run.first_row = values
             run.value_of = dict(zip(names, shared))
-            out = function(run, lax.axis_index("pipe"), own, whole_args)
+            out = function(run, number[0], own, whole_args)
             return jax.tree.map(lambda x: x[None], out)
 
         return jax.shard_map(
@@ -174,9 +247,9 @@ class TickRun(Run):
             mesh=self._mesh_for_stages(),
             axis_names={"pipe"},
             check_vma=False,
-            in_specs=(P("pipe"), P(), P()),
+            in_specs=(P("pipe"), P("pipe"), P(), P()),
             out_specs=P("pipe"),
-        )(stage_args, whole_args, (self.values(names), self.rows, self.first_row))
+        )(numbers, stage_args, whole_args, (self.values(names), self.rows, self.first_row))
 
     def receive(self, buffers, values, slots, places: Sequence[tuple[int, ...]]):
         """Store what arrived, at `[slot, *place]` of each stage's buffers."""

@@ -210,7 +210,9 @@ def make_table(
     recompute: bool = True,
     times: Times | None = None,
 ) -> TickTable:
-    """The tick table of a schedule by its name, in a form; "auto" is the form that suits it. One stage has nothing to schedule.
+    """The tick table of a schedule by its name, in a form; "auto" is the form that suits it.
+
+    One stage has nothing to schedule: it has an F and a B per tick, of one microbatch or, paired, of two.
 
     Raises:
       ScheduleError: as `make_schedule`, or an unknown form.
@@ -222,7 +224,7 @@ def make_table(
         name, num_stages, num_microbatches, num_chunks, recompute=recompute, times=times, form=form
     )
     if num_stages == 1:
-        return lower(one_f_one_b(1, num_microbatches))
+        return lower(one_f_one_b(1, num_microbatches), "paired" if form == "paired" else "merged")
     if name == "1f1b" and form != "switched":
         # A hop takes a tick: with strict 1F1B in flight the stages would wait every other tick.
         eager = one_f_one_b(num_stages, num_microbatches, eager=True)

@@ -30,8 +30,12 @@ def live_equations(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], *, keep_ef
 
 
 def evaluate_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The results of one equation on `operands`, bound under the caller's mesh and not the one it was traced in."""
-    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    """The results of one equation on `operands`, bound under the caller's mesh and not the one it was traced in.
+
+    What it becomes keeps its lines.
+    """
+    with _compat.source_of(eqn):
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
