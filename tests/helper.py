@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.tree_util import DictKey, keystr, tree_flatten_with_path
 
 import merak_jax
+from merak_jax.runtime import tick_run
 
 # Largest relative difference allowed for one step, and for the state after three optimizer steps.
 BARS = {"float64": (1e-12, 1e-9), "float32": (1e-5, 1e-5), "bfloat16": (2e-2, 2e-2)}
@@ -115,6 +118,23 @@ def _run(step, unshard, make_state, make_batch, optimizer, rest, steps) -> Run:
 def _recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """`optimizer` behind a transformation that keeps the gradients; equal ones are one object, for the cache of `jax.jit`."""
     return optax.chain(optax.trace(decay=0.0), optimizer)
+
+
+@contextlib.contextmanager
+def polluted_buffers() -> Iterator[None]:
+    """Steps built inside find NaN, or 113, where the pipeline has written nothing: in bubbles and in unused slots."""
+    made, empty_buffer = [], tick_run.empty_buffer
+
+    def polluted(shape, dtype):
+        made.append(shape)
+        return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 113, dtype)
+
+    tick_run.empty_buffer = polluted
+    try:
+        yield
+    finally:
+        tick_run.empty_buffer = empty_buffer
+    assert made, "the pipeline made no buffer by empty_buffer"
 
 
 def raw_gradients(state: Any) -> Any:

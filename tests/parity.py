@@ -25,8 +25,8 @@ HEADS = ("tied", "untied")
 SCHEDULES = ("gpipe", "1f1b")
 MASKS = ("ragged", "one microbatch masked")
 OPTIMIZERS = ("sgd", "adamw")
-# Found by trying: most seeds give 23 cells or more, this one 20.
-SEED = 106
+# Found by trying: most seeds give 17 cells or more, this one 15, and no choice gives fewer.
+SEED = 100
 # precision: (type of the computation, type of the parameters)
 PRECISIONS = {
     "float64": (jnp.float64, jnp.float64),
@@ -92,26 +92,29 @@ class Cell:
         return 16 // step * step
 
     @property
-    def settings(self) -> tuple[tuple[str, object], ...]:
-        """The options whose pairs are to be covered; a mesh counts as three."""
-        data, pipe, tensor = self.mesh
-        return (
-            ("data", data),
-            ("pipe", pipe),
-            ("tensor", tensor),
-            ("microbatches", self.microbatches),
-            ("depth", self.depth),
-            ("layers", self.layers),
-            ("head", self.head),
-            ("schedule", self.schedule),
-            ("mask", self.mask),
-            ("optimizer", self.optimizer),
-        )
-
-    @property
     def demands(self) -> list:
-        """What this cell covers: each pair of its settings, and its mesh."""
-        return [self.mesh, *itertools.combinations(self.settings, 2)]
+        """What this cell covers: its mesh, and pairs of the options that may be in each other's way.
+
+        Other schedules and optimizers meet the meshes in the tables of models and schedules, whose cells in the suite also have
+        four layers on all numbers of stages, with fewer microbatches, as many, and more.
+        """
+        data, pipe, tensor = sizes = [("data", self.mesh[0]), ("pipe", self.mesh[1]), ("tensor", self.mesh[2])]
+        # Fewer microbatches than stages, as many, or more.
+        fill = ("fill", int(np.sign(self.num_microbatches - self.mesh[1])))
+        depth = ("depth", self.depth)
+        styles = [("layers", self.layers), ("head", self.head), ("mask", self.mask)]
+        training = [("schedule", self.schedule), ("optimizer", self.optimizer)]
+        pairs = [
+            *itertools.combinations(sizes, 2),
+            *itertools.product([*sizes, fill, depth], styles),
+            *itertools.combinations([*styles, *training], 2),
+            *itertools.product(training, [fill]),
+            *itertools.product([data, tensor], [fill]),
+            (pipe, ("microbatches", self.num_microbatches)),
+        ]
+        if self.depth != 4:
+            pairs += [(pipe, depth), (fill, depth)]
+        return [self.mesh, *pairs]
 
 
 def all_cells() -> list[Cell]:

@@ -96,10 +96,10 @@ def test_step_has_no_conditional(sizes):
     assert compiled(sizes).program.count("conditional") == 0
 
 
-@pytest.mark.parametrize("change", [{"layers": 48}, {"num_microbatches": 64}], ids=["48 layers", "64 microbatches"])
+@pytest.mark.parametrize("change", [{"layers": 24}, {"num_microbatches": 64}], ids=["24 layers", "64 microbatches"])
 def test_program_and_compile_time_do_not_grow(change):
     base, large = compiled(), compiled(**change)
-    assert large.program.num_instructions == pytest.approx(base.program.num_instructions, rel=0.05)
+    assert large.program.num_instructions == pytest.approx(base.program.num_instructions, rel=0.02)
     assert 1 < large.seconds <= 1.5 * base.seconds
 
 
@@ -207,44 +207,6 @@ def test_stage_sits_on_its_row_of_a_permuted_mesh(five_steps):
         alone, metrics = train_step(alone, batch)
         expected.append(float(metrics["loss"]))
     assert losses == pytest.approx(expected, rel=1e-5)
-
-
-LONG_RUN = """
-import jax, jax.numpy as jnp, numpy as np, optax, merak_jax
-merak_jax.emulate(8)
-from flax.training.train_state import TrainState
-from merak_jax.models.gpt2 import GPT2, GPT2Config, next_token_loss
-
-model = GPT2(GPT2Config(vocab_size=256, max_length=128, num_layers=8, num_heads=8, width=256))
-
-def make_state(key):
-    params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
-
-def train_step(state, tokens):
-    def loss(params):
-        return next_token_loss(state.apply_fn({"params": params}, tokens)[:, :-1], tokens[:, 1:])
-    value, gradients = jax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=gradients), value
-
-step = merak_jax.parallelize(train_step, mesh=merak_jax.make_mesh(data=2, pipe=2, tensor=2), num_microbatches=2)
-state = step.init(make_state, jax.random.key(0))
-tokens = np.random.default_rng(0).integers(0, 256, (4, 128)).astype(np.int32)
-losses = []
-for _ in range(20):
-    state, loss = step(state, tokens)
-    losses.append(float(loss))
-assert np.isfinite(losses).all() and losses[-1] < losses[0], losses
-"""
-
-
-def test_twenty_steps_of_a_wide_model_do_not_hang():
-    root = Path(__file__).resolve().parent.parent
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", LONG_RUN], cwd=root, env=env, timeout=400, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 CACHED_RUN = """

@@ -1,5 +1,7 @@
 """Evaluation steps: forward only, the numbers of one device in row order, on the state as the train step stores it."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -39,21 +41,30 @@ def evaluate(state, batch):
     }
 
 
+single_evaluation = jax.jit(evaluate)
+
+
 def assert_equal(actual, expected):
     assert worst_leaf(jax.device_get(actual), jax.device_get(expected), floor=0.0)[0] <= 1e-12
 
 
-@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
+@functools.cache
+def maker_of(layers):
+    """One maker, so that the meshes share a single-device evaluation."""
+    return state_maker(make_model(5, layers, "tied"))
+
+
 @pytest.mark.parametrize("sizes", [(1, 4, 1), (2, 2, 2), (2, 1, 1)])
+@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
 def test_an_evaluation_between_train_steps_reads_the_state_where_it_is(layers, sizes):
-    make_state, mesh = state_maker(make_model(5, layers, "tied")), mesh_of(*sizes)
+    make_state, mesh = maker_of(layers), mesh_of(*sizes)
     train = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=2)
     evaluation = merak_jax.parallelize(evaluate, mesh=mesh, num_microbatches=2)
-    state = expected = make_state(ADAM)
+    state = make_state(ADAM)
     for n in range(2):
         state, _ = train(state, make_batch(n))
-        expected, _ = jax.jit(train_step)(expected, make_batch(n))
-    assert_equal(evaluation(state, make_batch(7)), jax.jit(evaluate)(expected, make_batch(7)))
+    expected = single_evaluation(jax.device_get(train.unshard(state)), make_batch(7))
+    assert_equal(evaluation(state, make_batch(7)), expected)
     (layout,) = evaluation._latest.layouts.values()
     assert layout == state._layout
     # The state was not donated, and trains on.

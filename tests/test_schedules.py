@@ -1,4 +1,4 @@
-"""Every schedule gives the numbers of one device, and runs the tasks that its table promises."""
+"""A schedule runs the tasks that its table promises, is refused where it cannot be, and leaves a state that others can take."""
 
 import itertools
 from collections import Counter
@@ -13,79 +13,11 @@ from jax import lax
 import merak_jax
 from merak_jax.errors import PlanError
 from merak_jax.planning.plan import Plan
-from merak_jax.runtime import tick_run
 from merak_jax.runtime.phase import Phase
-from merak_jax.runtime.placement import Placement
 from merak_jax.runtime.stage import Stage
 from merak_jax.schedules.registry import SCHEDULES, register_schedule
 from merak_jax.schedules.task import Task, TaskKind
-from tests import zoo
 from tests.parity import make_batch, make_model, mesh_of, state_maker, train_step
-from tests.zoo import ZooCell, schedule_cells
-
-
-def dealt() -> list[ZooCell]:
-    """Cells in which every schedule runs merged and switched, and forms, meshes and numbers of microbatches meet each other."""
-
-    def pairs(cell: ZooCell) -> set:
-        values = (cell.form, cell.mesh, f"M={cell.num_microbatches}")
-        # Paired ticks are merged ticks with another table.
-        own = {(cell.schedule_name, cell.form)} if cell.form != "paired" else set()
-        return own | set(itertools.combinations(values, 2))
-
-    found, cells = [], schedule_cells()
-    missing = set().union(*map(pairs, cells))
-    while missing:
-        # Of equals the one whose mesh and number of microbatches were dealt least.
-        dealt_often = Counter(value for cell in found for value in (cell.mesh, cell.num_microbatches))
-        best = max(
-            cells,
-            key=lambda cell: (len(missing & pairs(cell)), -dealt_often[cell.mesh] - dealt_often[cell.num_microbatches]),
-        )
-        found.append(best)
-        missing -= pairs(best)
-    return found
-
-
-# Two chains, experts, values that differ per block, objects, remat: what a schedule may stumble over.
-OTHERS = [
-    ZooCell("T5, label smoothing, z-loss", (1, 4, 2), 4, "float64", "interleaved", "merged", 2),
-    ZooCell("T5 1.1, scanned, gated, untied", (2, 2, 2), 4, "float64", "shifted_critical_path"),
-    ZooCell("Mixtral, router z-loss", (1, 4, 1), 4, "float64", "zb_h1"),
-    ZooCell("Mixtral, every second block dense", (1, 2, 1), 8, "float64", "zb_v"),
-    ZooCell("ViT, stochastic depth", (2, 2, 2), 4, "float64", "zb_v"),
-    ZooCell("ViT, scanned", (1, 2, 2), 4, "float64", "interleaved", "switched", 2),
-    ZooCell("Llama, blocks recomputed", (1, 4, 1), 4, "float64", "zb_h1", "switched"),
-    ZooCell("Llama in nnx", (2, 2, 2), 4, "float64", "interleaved", "merged", 2),
-    ZooCell("GPT-2, outputs of every row", (1, 2, 1), 2, "float64", "last_no_recompute", "merged"),
-]
-
-
-@pytest.mark.parametrize("cell", dealt() + OTHERS, ids=str)
-def test_a_schedule_gives_the_numbers_of_one_device(cell):
-    zoo.check(cell)
-
-
-@pytest.mark.parametrize(
-    "schedule, form",
-    [
-        ("shifted_critical_path", "switched"),
-        ("last_no_recompute", "merged"),
-        ("zb_h1", "merged"),
-        ("zb_v", "switched"),
-        ("interleaved", "paired"),
-    ],
-)
-def test_what_bubbles_and_unused_slots_hold_does_not_matter(schedule, form, monkeypatch):
-    made = []
-
-    def polluted(shape, dtype):
-        made.append(shape)
-        return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 113, dtype)
-
-    monkeypatch.setattr(tick_run, "empty_buffer", polluted)
-    zoo.check(ZooCell(zoo.DEEP.name, (1, 4, 1), 4, "float64", schedule, form))
-    assert made, "the pipeline made no buffer by empty_buffer"
 
 
 class Counted:
@@ -94,7 +26,6 @@ class Counted:
     def __init__(self):
         self.tasks: dict[int, list[Task]] = {}
         self.blocks: dict[int, Counter] = {}
-        self.inside = 0  # of a function that runs a block as a part of its own work
 
     def task(self, kind, stage, microbatch, chunk, blocks):
         if blocks:
@@ -109,8 +40,18 @@ def counted(monkeypatch):
     """Counts of a step on 1·4·1 that is made afterwards."""
     counts = Counted()
     about: dict[int, tuple] = {}
-    given_of, shard_map, evaluate, pull_back_of = Phase._given, jax.shard_map, Placement.evaluate, Stage.pull_back
-    kinds = {"keep": "F", "recompute": "R", "backward": "B", "input_gradient": "Bi", "weight_gradient": "W"}
+    given_of, shard_map, block_of = Phase._given, jax.shard_map, Stage.block
+    # What a part of a block is; made from its inputs, Bi is an R too, while a B does that in one piece.
+    kinds = {
+        "forward": "F",
+        "keep": "F",
+        "recompute": "R",
+        "backward": "B",
+        "pull_back": "B",
+        "input_gradient": "Bi",
+        "pull_input": "R Bi",
+        "weight_gradient": "W",
+    }
 
     def given(self, run, lanes, task):
         made = given_of(self, run, lanes, task)
@@ -123,7 +64,7 @@ def counted(monkeypatch):
         def run(self, *args, **options):
             given = args[position]
             own = kind
-            if name == "backward" and any(splits for _, splits in (args[-1] if len(args) > 8 else ())):
+            if name == "backward_loops" and any(splits for _, splits in args[-1]):
                 own = TaskKind.BI
             _, m, chunk = about[id(given)]
             blocks = given.visit[:, 1].sum()
@@ -132,35 +73,32 @@ def counted(monkeypatch):
 
         monkeypatch.setattr(Stage, name, run)
 
-    def count_block(kind):
-        if not counts.inside:
-            jax.debug.callback(lambda stage: counts.block(kind, stage), lax.axis_index("pipe"))
-
-    def count_program(self, program, operands):
-        kind = "F"
-        for derivative in self.run.stage.derivatives:
-            kind = next((kinds[name] for name in kinds if program is getattr(derivative, name)), kind)
-        count_block(kind)
-        return evaluate(self, program, operands)
-
-    def count_pull_back(self, *args, **options):
-        count_block("B")
-        counts.inside += 1
-        try:
-            return pull_back_of(self, *args, **options)
-        finally:
-            counts.inside -= 1
+    def count_block(self, block):
+        for kind in kinds[block.part].split():
+            jax.debug.callback(lambda stage, kind=kind: counts.block(kind, stage), lax.axis_index("pipe"))
+        return block_of(self, block)
 
     # JAX cannot lower callbacks where two axes are left to the compiler, and on 1·4·1 these have one device each.
     monkeypatch.setattr(jax, "shard_map", lambda f, *, axis_names, **options: shard_map(f, **options))
     monkeypatch.setattr(Phase, "_given", given)
-    monkeypatch.setattr(Placement, "evaluate", count_program)
-    monkeypatch.setattr(Stage, "pull_back", count_pull_back)
-    count_task("forward", TaskKind.F, 1)
+    monkeypatch.setattr(Stage, "block", count_block)
+    count_task("forward_loops", TaskKind.F, 1)
     count_task("recompute", TaskKind.R, 0)
-    count_task("backward", TaskKind.B, 1)
+    count_task("backward_loops", TaskKind.B, 1)
     count_task("weights", TaskKind.W, 0)
     return counts
+
+
+def layers_step(weights, batch):
+    """A step of eight small layers: what runs does not depend on what a block holds."""
+
+    def loss(weights):
+        x = batch
+        for kernel in weights["layers"]:
+            x = x + jnp.tanh(x @ kernel)
+        return ((x @ weights["head"]) ** 2).mean()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
 
 
 @pytest.mark.parametrize(
@@ -179,10 +117,11 @@ def counted(monkeypatch):
     ],
 )
 def test_what_the_table_promises_is_what_runs(counted, schedule, form):
-    maker = state_maker(make_model(8))
-    step = merak_jax.parallelize(train_step, mesh=mesh_of(1, 4, 1), num_microbatches=8, schedule=schedule, form=form)
+    random = np.random.default_rng(0)
+    weights = {"layers": [random.normal(size=(4, 4)) for _ in range(8)], "head": random.normal(size=(4, 3))}
+    step = merak_jax.parallelize(layers_step, mesh=mesh_of(1, 4, 1), num_microbatches=8, schedule=schedule, form=form)
 
-    jax.block_until_ready(step(maker(optax.sgd(0.1)), make_batch(0)))
+    jax.block_until_ready(step(weights, random.normal(size=(16, 4))))
     jax.effects_barrier()
     table = step.plan.table
     (layout,) = step._latest.program.chain_layouts
@@ -206,21 +145,56 @@ def test_what_the_table_promises_is_what_runs(counted, schedule, form):
         assert not any(task.kind is TaskKind.R for task in counted.tasks[3])
 
 
-def test_an_evaluation_reads_the_state_in_the_chunks_of_the_training():
+@pytest.fixture(scope="module")
+def two_schedules():
+    """`(make_state, {schedule: train step})`: one model whose blocks lie in other places for each schedule."""
+    maker, mesh, optimizer = state_maker(make_model(5)), mesh_of(1, 4, 1), optax.sgd(0.1)
+    steps = {
+        schedule: merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=4, schedule=schedule)
+        for schedule in ("zb_v", "interleaved")
+    }
+    return lambda: maker(optimizer), steps
+
+
+def test_an_evaluation_reads_the_state_in_the_chunks_of_the_training(two_schedules):
 
     def evaluate(state, batch):
         return {"logits": state.apply_fn({"params": state.params}, batch["tokens"])}
 
-    mesh = mesh_of(1, 4, 1)
-    for schedule in ("interleaved", "zb_v"):
-        maker = state_maker(make_model(5))
-        train = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=4, schedule=schedule)
-        state, _ = train(maker(optax.sgd(0.1)), make_batch(0))
+    make_state, steps = two_schedules
+    for schedule, train in steps.items():
+        state, _ = train(make_state(), make_batch(0))
         for again in (schedule, "1f1b"):
-            step = merak_jax.parallelize(evaluate, mesh=mesh, num_microbatches=4, schedule=again)
+            step = merak_jax.parallelize(evaluate, mesh=train.mesh, num_microbatches=4, schedule=again)
             found = step(state, make_batch(1))["logits"]
             expected = jax.jit(evaluate)(train.unshard(state), make_batch(1))["logits"]
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_train_step_takes_the_state_of_another_schedule(two_schedules):
+    make_state, steps = two_schedules
+    batches, state = [make_batch(0), make_batch(1)], make_state()
+    expected = make_state()
+    for batch in batches:
+        expected, _ = jax.jit(train_step)(expected, batch)
+    for step, batch in zip(steps.values(), batches):
+        state, _ = step(state, batch)
+    for found, wanted in zip(jax.tree.leaves(step.unshard(state).params), jax.tree.leaves(expected.params)):
+        assert np.abs(found - wanted).max() <= 1e-12 * max(np.abs(wanted).max(), 1e-2)
+
+
+def test_an_evaluation_of_states_of_two_schedules_is_refused():
+    def evaluate(state, batch, other):
+        return state.apply_fn({"params": jax.tree.map(lambda a, b: a + b, state.params, other.params)}, batch["tokens"])
+
+    state, mesh, states = state_maker(make_model(8))(optax.sgd(0.1)), mesh_of(1, 4, 1), []
+    for schedule in ("1f1b", "interleaved"):
+        step = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=4, schedule=schedule)
+        step.lower(state, make_batch(0))
+        states.append(step.shard(state))
+    both = merak_jax.parallelize(evaluate, mesh=mesh, num_microbatches=4)
+    with pytest.raises(PlanError, match="stored by train steps with different chunks per stage"):
+        both(states[0], make_batch(0), states[1])
 
 
 GOOD = "F0 F1 F2 F3 B0 B1 B2 B3"
@@ -266,8 +240,11 @@ def test_a_plan_of_one_stage_can_be_printed_and_taken_for_more_stages(name):
     assert name in str(one.plan) and one.plan.table.num_ticks == 4
     again = merak_jax.parallelize(train_step, mesh=mesh_of(1, 2, 1), plan=Plan.from_json(one.plan.to_json()))
     asked = merak_jax.parallelize(train_step, mesh=mesh_of(1, 2, 1), num_microbatches=4, schedule=name)
-    assert (again._table.name, again._table.form) == (asked._table.name, asked._table.form)
-    assert again._table.num_ticks == asked._table.num_ticks
+    assert (again._options.table.name, again._options.table.form) == (
+        asked._options.table.name,
+        asked._options.table.form,
+    )
+    assert again._options.table.num_ticks == asked._options.table.num_ticks
 
 
 def test_more_chunks_than_blocks_is_a_warning():
@@ -275,29 +252,3 @@ def test_more_chunks_than_blocks_is_a_warning():
     step = merak_jax.parallelize(train_step, mesh=mesh_of(1, 4, 1), num_microbatches=4, schedule="zb_v")
     with pytest.warns(UserWarning, match="4 blocks on 4 stages with 2 chunks each leave 4 chunks empty"):
         step.lower(maker(optax.sgd(0.1)), make_batch(0))
-
-
-def test_a_train_step_takes_the_state_of_another_schedule():
-    maker, batches = state_maker(make_model(8)), [make_batch(0), make_batch(1)]
-    expected = maker(optax.sgd(0.1))
-    for batch in batches:
-        expected, _ = jax.jit(train_step)(expected, batch)
-    state = maker(optax.sgd(0.1))
-    for schedule, batch in zip(("zb_v", "interleaved"), batches):
-        step = merak_jax.parallelize(train_step, mesh=mesh_of(1, 4, 1), num_microbatches=4, schedule=schedule)
-        state, _ = step(state, batch)
-    for found, wanted in zip(jax.tree.leaves(step.unshard(state).params), jax.tree.leaves(expected.params)):
-        assert np.abs(found - wanted).max() <= 1e-12 * max(np.abs(wanted).max(), 1e-2)
-
-
-def test_an_evaluation_of_states_of_two_schedules_is_refused():
-    def evaluate(state, batch, other):
-        return state.apply_fn({"params": jax.tree.map(lambda a, b: a + b, state.params, other.params)}, batch["tokens"])
-
-    maker, mesh, states = state_maker(make_model(8)), mesh_of(1, 4, 1), []
-    for schedule in ("1f1b", "interleaved"):
-        step = merak_jax.parallelize(train_step, mesh=mesh, num_microbatches=4, schedule=schedule)
-        states.append(step(maker(optax.sgd(0.1)), make_batch(0))[0])
-    both = merak_jax.parallelize(evaluate, mesh=mesh, num_microbatches=4)
-    with pytest.raises(PlanError, match="stored by train steps with different chunks per stage"):
-        both(states[0], make_batch(0), states[1])
