@@ -67,7 +67,7 @@ class Shardings:
     def tokens(self, graph: BlockGraph) -> list[int | None]:
         """Per value of the carry the dimension along which it can be split over `tensor`; where chains differ, the usual one."""
         found = []
-        for n in range(len(graph.carry_avals)):
+        for n in range(len(graph.carry_avals) if graph.chains else 0):
             own = [x.sequence[n] for x in self.tensor if x is not None and x.sequence[n] is not None]
             found.append(Counter(own).most_common(1)[0][0] if own else None)
         return found
