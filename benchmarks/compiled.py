@@ -1,6 +1,7 @@
-"""Compile the step of GPT-2 XL for eight H100s that are not there; print memory, collectives and their overlap.
+"""Compile the step of GPT-2 XL for eight devices that are not there; print memory, collectives and their overlap.
 
 `--overlap all` instead compiles a GPT-2 of width 4096 with each way to hide the communication of tensor parallelism, on two meshes.
+The devices are H100s of one host, or with `--hardware v5e` a 2x4 slice of TPU v5e.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 GIB = 2**30
-PLUGIN_MISSING = 3
+COMPILER_MISSING = 3
 H100 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048 core_count: 132
 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -35,28 +36,40 @@ OVERLAP = {
 }
 
 
-def h100_mesh(data: int, pipe: int, tensor: int):
-    """A mesh over H100s of one host that need not exist; call it before JAX is imported.
+# How each device's program is compiled.
+COMPILER_OPTIONS: dict[str, dict] = {"h100": OVERLAP, "v5e": {}}
+# The topologies of TPUs, by their number of devices.
+V5E = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}
 
-    Raises SystemExit(PLUGIN_MISSING) where the compiler plugin is not installed.
+
+def absent_mesh(hardware: str, data: int, pipe: int, tensor: int):
+    """A mesh over devices that need not exist, "h100" or "v5e"; call it before JAX is imported.
+
+    Raises SystemExit(COMPILER_MISSING) where the compiler for them is not installed.
     """
-    # Read when JAX is imported; without it the plugin looks for a driver.
+    # Read when JAX is imported; without it the compilers look for their devices.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     import jax
     from jax.experimental import topologies
 
     import merak_jax
 
     count = data * pipe * tensor
+    if hardware == "v5e" and count not in V5E:
+        raise SystemExit(f"a mesh of {count} devices is no v5e slice: {', '.join(map(str, V5E))}")
     try:
-        topology = topologies.get_topology_desc("h100", "cuda", target_config=H100, topology=f"1x1x{count}")
+        if hardware == "v5e":
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=V5E[count])
+        else:
+            topology = topologies.get_topology_desc("h100", "cuda", target_config=H100, topology=f"1x1x{count}")
     except Exception as error:
-        print(
-            f"no CUDA compiler: {error}; pip install --no-deps jax-cuda12-plugin=={jax.__version__} "
-            f"jax-cuda12-pjrt=={jax.__version__}",
-            file=sys.stderr,
-        )
-        raise SystemExit(PLUGIN_MISSING) from error
+        packages = {
+            "h100": f"jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__}",
+            "v5e": "libtpu==0.0.42.1",
+        }
+        print(f"no compiler for {hardware}: {error}; pip install --no-deps {packages[hardware]}", file=sys.stderr)
+        raise SystemExit(COMPILER_MISSING) from error
     return merak_jax.make_mesh(data=data, pipe=pipe, tensor=tensor, devices=topology.devices)
 
 
@@ -94,7 +107,7 @@ def gpt2_step(name: str, length: int, rows: int, mesh, num_microbatches: int, op
 
 def report(options: argparse.Namespace) -> dict:
     """Compile and read the program: sizes in bytes per device, collectives by kind, those inside loops one by one."""
-    mesh = h100_mesh(*options.mesh)
+    mesh = absent_mesh(options.hardware, *options.mesh)
     import jax
 
     from benchmarks.hlo import Program
@@ -105,7 +118,7 @@ def report(options: argparse.Namespace) -> dict:
     start = time.perf_counter()
     lowered = step.lower(state, batch)
     traced = time.perf_counter()
-    compiled = lowered.lowered.compile(compiler_options=OVERLAP)
+    compiled = lowered.lowered.compile(compiler_options=COMPILER_OPTIONS[options.hardware])
     done = time.perf_counter()
     memory = compiled.memory_analysis()
     text = compiled.as_text()
@@ -121,6 +134,7 @@ def report(options: argparse.Namespace) -> dict:
     ]
     return {
         "model": options.model,
+        "hardware": options.hardware,
         "mesh": "·".join(map(str, options.mesh)),
         "microbatches": options.microbatches,
         "trace_s": round(traced - start, 1),
@@ -177,7 +191,7 @@ def overlaps(options: argparse.Namespace) -> list[dict]:
 
     rows = []
     for sizes in [options.mesh] if options.mesh else OVERLAP_MESHES:
-        mesh = h100_mesh(*sizes)
+        mesh = absent_mesh(options.hardware, *sizes)
         for name, way in WAYS.items():
             if options.overlap not in ("all", way["overlap"]):
                 continue
@@ -186,7 +200,7 @@ def overlaps(options: argparse.Namespace) -> list[dict]:
                 options.model, options.length, options.rows, mesh, options.microbatches, way, **changes
             )
             start = time.perf_counter()
-            compiled = step.lower(state, batch).lowered.compile(compiler_options=OVERLAP)
+            compiled = step.lower(state, batch).lowered.compile(compiler_options=COMPILER_OPTIONS[options.hardware])
             memory, program = compiled.memory_analysis(), Program(compiled.as_text())
             own = [c for c in program.collectives if program.is_under(c, "block")]
             ((forward, backward),) = step.plan.tensor_bytes
@@ -194,6 +208,7 @@ def overlaps(options: argparse.Namespace) -> list[dict]:
             both = [c for c in own if program.is_under(c, "both")]
             rows.append(
                 {
+                    "hardware": options.hardware,
                     "mesh": "·".join(map(str, sizes)),
                     "way": name,
                     "collectives": len(own),
@@ -217,6 +232,9 @@ def overlaps(options: argparse.Namespace) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--hardware", choices=sorted(COMPILER_OPTIONS), default="h100", help="compile for it (default h100)"
+    )
     parser.add_argument("--model", default="gpt2-xl", help="a published GPT-2 (default gpt2-xl)")
     parser.add_argument(
         "--mesh",
@@ -241,7 +259,8 @@ def main() -> None:
             return
         for row in rows:
             print(
-                f"{row['mesh']} {row['way']:>28}: {row['hidden']} of {row['collectives']} hidden ({', '.join(row['kinds'])}), "
+                f"{row['hardware']} {row['mesh']} {row['way']:>28}: "
+                f"{row['hidden']} of {row['collectives']} hidden ({', '.join(row['kinds'])}), "
                 f"in paired loops {row['hidden_in_paired_loops']} of {row['in_paired_loops']}; "
                 f"peak {row['peak_bytes'] / GIB:.2f} GiB"
             )
@@ -252,7 +271,7 @@ def main() -> None:
         print(json.dumps(result))
         return
     print(
-        f"{result['model']} on mesh {result['mesh']}, {result['microbatches']} microbatches: traced in "
+        f"{result['model']} on mesh {result['mesh']} of {result['hardware']}, {result['microbatches']} microbatches: traced in "
         f"{result['trace_s']} s, compiled in {result['compile_s']} s, {result['instructions']} instructions"
     )
     print(
