@@ -34,8 +34,6 @@ OVERLAP = {
     "xla_disable_hlo_passes": "collective-permute-motion",
     "xla_gpu_enable_triton_gemm": False,
 }
-
-
 # How each device's program is compiled.
 COMPILER_OPTIONS: dict[str, dict] = {"h100": OVERLAP, "v5e": {}}
 # The topologies of TPUs, by their number of devices.
